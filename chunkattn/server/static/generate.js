@@ -118,7 +118,8 @@ async function run(editor, answer, earlier, signal) {
     setText(status, "stopped");
   } finally {
     output.setAttribute("aria-busy", "false");
-    if (output.textContent) earlier.show(question, () => [output, byId("statistics")]);
+    answer.end();
+    if (usage) earlier.show(question, () => [output, byId("statistics")]);
   }
   if (!usage) return;
   showHits(usage, documents);

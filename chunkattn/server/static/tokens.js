@@ -25,7 +25,8 @@ export function tokensIn(choice) {
 
 export class TokenText {
   #tokens = [];
-  #held = []; // tokens whose text has not come yet, as of an incomplete character
+  #queue = []; // tokens whose text has not come yet
+  #rest = document.createTextNode(""); // text whose tokens have not come yet
   #chosen = null;
 
   /**
@@ -50,29 +51,44 @@ export class TokenText {
 
   clear() {
     this.#tokens = [];
-    this.#held = [];
+    this.#queue = [];
+    this.#rest = document.createTextNode("");
     this.#chosen = null;
-    this.output.replaceChildren();
+    this.output.replaceChildren(this.#rest);
     setText(this.readout, "");
   }
 
-  /** Add a piece of the answer and its tokens; a piece that its tokens do not spell becomes one token. */
-  append(piece, added) {
-    const tokens = [...this.#held, ...added];
-    this.#held = piece ? [] : tokens;
-    if (!piece) return;
-    const spelled = tokens.map(({ text }) => text).join("") === piece;
-    const parts = spelled || !tokens.length ? tokens : [{ ...tokens.at(-1), text: piece, count: tokens.length }];
-    if (!parts.length) {
-      this.output.append(piece);
-      return;
+  /** Add a piece of the answer, and tokens. Either may come before the other. */
+  append(piece, tokens) {
+    this.#rest.appendData(piece);
+    this.#queue.push(...tokens);
+    while (this.#queue.length && this.#rest.data) {
+      const [first] = this.#queue;
+      const { data } = this.#rest;
+      if (first.text && data.startsWith(first.text)) {
+        this.#add(this.#queue.shift());
+      } else if (first.text.startsWith(data)) {
+        return; // the text is not complete
+      } else {
+        // Tokens of bytes: together they spell a character.
+        const count = this.#queue.length;
+        this.#add({ ...this.#queue.at(-1), text: data, count });
+        this.#queue = [];
+      }
     }
-    for (const part of parts) {
-      const span = element("span", { class: "token", "data-testid": "token", "data-logprob": part.logprob }, part.text);
-      span.title = describe(part);
-      this.output.append(span);
-      this.#tokens.push({ ...part, span });
-    }
+  }
+
+  /** Note that nothing follows. A stop string may have cut the last token. */
+  end() {
+    if (this.#rest.data && this.#queue.length) this.#add({ ...this.#queue.shift(), text: this.#rest.data });
+  }
+
+  #add(token) {
+    const span = element("span", { class: "token", "data-testid": "token", "data-logprob": token.logprob }, token.text);
+    span.title = describe(token);
+    this.#rest.before(span);
+    this.#rest.deleteData(0, token.text.length);
+    this.#tokens.push({ ...token, span });
     if (!this.readout.textContent) setText(this.readout, HINT);
   }
 
