@@ -289,6 +289,33 @@ def test_tokens_tell_their_log_probabilities(page, server):
     page.keep("tokens")
 
 
+APART = """
+const [events, done] = arguments;
+import("/static/tokens.js").then(({ TokenText }) => {
+  const [output, readout] = [document.createElement("div"), document.createElement("p")];
+  const shown = new TokenText(output, readout);
+  shown.clear();
+  for (const [piece, texts] of events) {
+    shown.append(piece, texts.map((text) => ({ text, logprob: -1, others: [] })));
+  }
+  shown.end();
+  done([[...output.querySelectorAll("span")].map((span) => span.textContent), output.textContent]);
+});
+"""
+
+
+def test_tokens_and_text_may_come_apart(page):
+    """Events with tokens before their text, text before its tokens, a character of several tokens, an end and a cut token."""
+    for events, tokens in (
+        ([["a", ["a", "b"]], ["b", []]], ["a", "b"]),
+        ([["ab", ["a"]], ["c", ["b", "c"]]], ["a", "b", "c"]),
+        ([["", ["\ufffd"]], ["\u00e9", ["\ufffd"]], ["b", ["b"]]], ["\u00e9", "b"]),
+        ([["ab", ["a", "b", "</s>"]]], ["a", "b"]),
+        ([["a", ["a"]], ["b", ["b STOP"]]], ["a", "b"]),
+    ):
+        assert page.driver.execute_async_script(APART, events) == [tokens, "".join(piece for piece, _ in events)]
+
+
 def test_earlier_answers_stay(page):
     """Two answers and a failure: both are kept, with their questions, as copies that no program takes for the answer."""
     documents, question = STORIES[page.width]
