@@ -15,6 +15,8 @@ from chunkattn.calibration import Calibration, calibration_of, checked
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.options import options_of, take_paths
 
+GPU_SHARE = 0.92
+"""Default of `gpu_memory_utilization`, that of vLLM."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GENERATION_AUTO, GENERATION_NONE = "auto", ("none", "vllm")
 """Values of `generation_config`: the model's sampling defaults, or none; vLLM writes "vllm" for none."""
@@ -79,6 +81,8 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step.
         block_size: tokens per KV page, a power of two; by default 64 on GPUs and 16 elsewhere.
         kv_cache_memory_bytes: size of the KV pool on each device in bytes; by default chosen by platform.
+        gpu_memory_utilization: share of each GPU's memory that JAX takes at its start, for weights, KV pool and steps. JAX's
+            own variable `XLA_PYTHON_CLIENT_MEM_FRACTION` comes first. It has no effect once the process has used JAX.
         tensor_parallel_size: number of devices that share the model: its heads, its MLP and its KV pool are divided over the
             first devices that JAX sees, on all hosts together.
         num_hosts: number of machines whose devices share the model, an equal number on each. Every one runs
@@ -142,6 +146,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 2048
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = GPU_SHARE
     tensor_parallel_size: int = 1
     num_hosts: int = 1
     host_index: int = 0
@@ -194,6 +199,8 @@ class EngineConfig:
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.document_template is not None:
             split_document_template(self.document_template)
+        if not 0 < self.gpu_memory_utilization <= 1:  # NaN compares false
+            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, got {self.gpu_memory_utilization}")
         if not self.max_decode_gap_s > 0:  # NaN compares false
             raise ConfigError(f"max_decode_gap_s must be above 0, got {self.max_decode_gap_s}")
         if not 1 <= self.engine_hang_timeout_s < float("inf"):  # NaN compares false

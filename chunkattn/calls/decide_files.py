@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,13 @@ class StateLine:
         line: number of the line, from 1.
         state: the state; see `chunkattn.calls.decide_states.read_state`.
         id: the caller's name of the state, a text or an integer; None for none.
+        documents: documents before this state alone, texts or lists of token ids.
     """
 
     line: int
     state: Any
     id: str | int | None = None
+    documents: Sequence[str | list[int]] = ()
 
 
 # Questions
@@ -159,7 +161,8 @@ def _kind(value: Any) -> str:
 def read_states(file: Iterable[bytes], name: str) -> Iterator[StateLine]:
     """Yield the states of JSON lines, one at a time. Empty lines are skipped.
 
-    A line holds a state: a text, an object, messages or an array; or an object with the key `state`, and perhaps `id`.
+    A line holds a state: a text, an object, messages or an array; or an object with the key `state`, and perhaps `id` and
+    `documents`, a list of texts, of objects with the key `text`, or of lists of token ids.
 
     Args:
         file: lines, UTF-8.
@@ -182,13 +185,34 @@ def _state(data: bytes, number: int, place: str) -> StateLine:
         raise RequestError(f"{place} is not JSON: {error}", param="state") from None
     if not isinstance(value, dict) or "state" not in value:
         return StateLine(number, value)
-    if unknown := [key for key in value if key not in ("state", "id")]:
-        text = f"{place} has the unknown key {unknown[0]!r} beside `state`; the keys are state and id"
+    if unknown := [key for key in value if key not in ("state", "id", "documents")]:
+        text = f"{place} has the unknown key {unknown[0]!r} beside `state`; the keys are state, id and documents"
         raise RequestError(f"{text}; an object that is itself the state goes into `state`", param="state")
     name = value.get("id")
     if isinstance(name, bool) or not isinstance(name, (str, int, type(None))):
         raise RequestError(f"{place}: `id` must be a text or an integer, got {_kind(name)}", param="state")
-    return StateLine(number, value["state"], name)
+    return StateLine(number, value["state"], name, _documents(value.get("documents"), place))
+
+
+def _documents(value: Any, place: str) -> list[str | list[int]]:
+    """Return the documents of a line.
+
+    Raises:
+        RequestError: they are no list, or one is malformed.
+    """
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise RequestError(f"{place}: `documents` must be a list, got {_kind(value)}", param="documents")
+    found = list[str | list[int]]()
+    for number, own in enumerate(value):
+        text = own["text"] if isinstance(own, dict) and own.keys() == {"text"} else own
+        if not isinstance(text, (str, list)):
+            got = f"the keys {', '.join(own)}" if isinstance(own, dict) else _kind(own)
+            wanted = "a text, an object with the key `text`, or a list of token ids"
+            raise RequestError(f"{place}: document {number} must be {wanted}, got {got}", param="documents")
+        found.append(text)
+    return found
 
 
 # Answers

@@ -81,9 +81,10 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
 
 
 def log_to_stderr(verbose: bool) -> None:
-    """Log warnings to stderr; with `verbose` also what the engine does."""
+    """Log warnings to stderr, and that programs are compiled; with `verbose` also what else the engine does."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("chunkattn").setLevel(logging.INFO if verbose else logging.WARNING)
+    logging.getLogger("chunkattn.engine.programs").setLevel(logging.INFO)
 
 
 def check_file(path: Path) -> None:

@@ -15,6 +15,7 @@ from rich.markup import escape
 
 from chunkattn.calls.decide_files import StateLine, as_json, read_questions, read_states
 from chunkattn.calls.decide_states import read_state
+from chunkattn.calls.decide_table import csv_line, table_header, table_row
 from chunkattn.cli.common import (
     Documents,
     Model,
@@ -47,10 +48,14 @@ StateText = Annotated[str | None, typer.Argument(help="Text of the state; '-' re
 QuestionsFile = Annotated[Path, typer.Option(help="File of questions, YAML or JSON.", show_default=False)]
 StateFile = Annotated[Path | None, typer.Option(help="File of one state: text, or JSON if its name ends in .json.")]
 InputFile = Annotated[
-    Path | None, typer.Option("--input", help="File of JSON lines, one state a line; '-' reads standard input.")
+    Path | None,
+    typer.Option("--input", help="File of JSON lines, one state a line, perhaps with its documents; '-' reads standard input."),
 ]
 OutputFile = Annotated[
-    Path | None, typer.Option("--output", help="File of JSON lines to write, one for each state; '-' is standard output.")
+    Path | None, typer.Option("--output", help="File to write, one line for each state; '-' is standard output.")
+]
+OutputFormat = Annotated[
+    str | None, typer.Option(help="jsonl or csv; by default csv if the name of --output ends in .csv, else jsonl.")
 ]
 Method = Annotated[str, typer.Option(help="letters, likelihood or separate.")]
 Calibrate = Annotated[
@@ -61,6 +66,7 @@ DocumentFiles = Annotated[
 ]
 System = Annotated[str | None, typer.Option(help="Content of a system message before the state.")]
 CacheSalt = Annotated[str | None, typer.Option(help="Salt of the cache; calls of one salt share cached K/V.")]
+_FORMATS = ("jsonl", "csv")
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
 _ENGINE = (
     "tokenizer chunk_calibration dtype kv_cache_dtype attention_backend tensor_parallel_size kv_cache_memory_bytes "
@@ -77,6 +83,7 @@ def decide(
     state_file: StateFile = None,
     input_file: InputFile = None,
     output: OutputFile = None,
+    output_format: OutputFormat = None,
     document: Documents = None,
     document_file: DocumentFiles = None,
     method: Method = "letters",
@@ -90,14 +97,17 @@ def decide(
 ) -> None:
     """Answer typed questions about one state, or about every state of a file.
 
-    The answers about one state are a table, or JSON with --output. Those about a file are JSON lines, in the file's order. The
-    whole file is checked before the first state is computed.
+    The answers about one state are a table, or JSON or CSV with --output or --output-format. Those about a file are JSON lines
+    or CSV, one line for each state, in the file's order. The whole file is checked before the first state is computed.
     """
     log_to_stderr(verbose)
     if sum(given is not None for given in (state, state_file, input_file)) != 1:
         raise RequestError("give one of a state, --state-file and --input")
     if calibrate not in _CALIBRATE:
         raise ConfigError(f"--calibrate must be one of {', '.join(_CALIBRATE)}; got {calibrate}")
+    if output_format not in (None, *_FORMATS):
+        raise ConfigError(f"--output-format must be one of {', '.join(_FORMATS)}; got {output_format}")
+    is_csv = output_format == "csv" or (output_format is None and output is not None and output.suffix.lower() == ".csv")
     if output is not None and str(output) != "-":
         check_file(output)
         inputs: list[tuple[str, Path | None]]
@@ -120,15 +130,18 @@ def decide(
     }
     llm = make_llm(model, **engine)
     if isinstance(given, _Lines):
-        _decide_lines(llm, given, asked, questions, output, options)
+        _decide_lines(llm, given, asked, questions, output, options, is_csv=is_csv)
     else:
         with _named(questions):
             found = llm.decide(given, asked, **options)
-        if output is None:
+        if output is None and output_format is None:
             _show(asked, found)
         else:
             with _opened(output) as file:
-                _write(file, [as_json(found)])
+                _write(
+                    file,
+                    [csv_line(table_header(asked)), csv_line(table_row(found))] if is_csv else [_json_line(as_json(found))],
+                )
     llm.close()
 
 
@@ -177,25 +190,54 @@ class _Lines:
 
 
 def _decide_lines(
-    llm: LLM, lines: _Lines, asked: Sequence[Question], questions: Path, output: Path | None, options: dict[str, Any]
+    llm: LLM,
+    lines: _Lines,
+    asked: Sequence[Question],
+    questions: Path,
+    output: Path | None,
+    options: dict[str, Any],
+    *,
+    is_csv: bool,
 ) -> None:
     """Check all states, and then write the answers about one window after the other."""
     from chunkattn.calls.decide import decide_call
 
-    checked = {name: value for name, value in options.items() if name != "use_tqdm"}
+    def of(group: Sequence[StateLine]) -> dict[str, Any]:
+        """Return the options of the call of lines with equal documents."""
+        return {**options, "documents": [*options["documents"], *group[0].documents]}
+
     for window in lines.windows():
-        with _named(questions, lines.name, window):
-            decide_call(llm.frontend, [line.state for line in window], asked, **checked)
+        for group in _by_documents(window):
+            checked = {name: value for name, value in of(group).items() if name != "use_tqdm"}
+            with _named(questions, lines.name, group):
+                decide_call(llm.frontend, [line.state for line in group], asked, **checked)
     with _opened(output) as file, Steps("states", lines.count) as steps:
+        if is_csv:
+            _write(file, [csv_line(["line", "id", *table_header(asked)])])
         for window in lines.windows():
-            with _named(questions, lines.name, window):
-                found = llm.decide([line.state for line in window], asked, **options)
-            _write(file, [_head(line) | as_json(own) for line, own in zip(window, found, strict=True)])
+            found = dict[int, DecisionOutput]()
+            for group in _by_documents(window):
+                with _named(questions, lines.name, group):
+                    outputs = llm.decide([line.state for line in group], asked, **of(group))
+                found |= zip((line.line for line in group), outputs, strict=True)
+            _write(file, [_line(line, found[line.line], is_csv=is_csv) for line in window])
             steps.advance(len(window))
 
 
-def _head(line: StateLine) -> dict[str, Any]:
-    return {"line": line.line} if line.id is None else {"line": line.line, "id": line.id}
+def _by_documents(window: Sequence[StateLine]) -> list[list[StateLine]]:
+    """Return the lines in groups of equal documents, in the order of their first lines."""
+    groups = dict[str, list[StateLine]]()
+    for line in window:
+        groups.setdefault(json.dumps(line.documents), []).append(line)
+    return list(groups.values())
+
+
+def _line(line: StateLine, output: DecisionOutput, *, is_csv: bool) -> bytes:
+    """Return the line of a state's answers."""
+    if is_csv:
+        return csv_line([str(line.line), "" if line.id is None else str(line.id), *table_row(output)])
+    head = {"line": line.line} if line.id is None else {"line": line.line, "id": line.id}
+    return _json_line(head | as_json(output))
 
 
 @contextmanager
@@ -215,6 +257,8 @@ def _named(questions: Path, source: str = "", window: Sequence[StateLine] = ()) 
             raise type(error)(f"{source} line {window[int(number)].line}{error.message}", param=error.param) from None
         if kind == "question":
             raise type(error)(f"{questions}: {error}", param=error.param) from None
+        if window and window[0].documents and error.param == "documents":
+            raise type(error)(f"{source} line {window[0].line}: {error}", param=error.param) from None
         raise
 
 
@@ -243,10 +287,13 @@ def _opened(output: Path | None) -> Iterator[IO[bytes]]:
             yield file
 
 
-def _write(file: IO[bytes], lines: Sequence[dict[str, Any]]) -> None:
+def _json_line(value: dict[str, Any]) -> bytes:
     # JSON escapes a lone surrogate as Python's handler of errors does.
-    texts = [json.dumps(line, ensure_ascii=False).encode("utf-8", "backslashreplace") for line in lines]
-    file.write(b"".join(text + b"\n" for text in texts))
+    return json.dumps(value, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _write(file: IO[bytes], lines: Sequence[bytes]) -> None:
+    file.write(b"".join(lines))
     file.flush()
 
 

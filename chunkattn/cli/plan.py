@@ -11,15 +11,18 @@ from chunkattn.cli.options import with_options
 from chunkattn.config import EngineConfig, make_config
 
 _GIB = 1 << 30
+_ENGINE = "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_memory_utilization max_model_len"
 
 
 @command(app)
-@with_options((EngineConfig, None, "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes max_model_len"))
+@with_options(
+    (EngineConfig, None, "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_memory_utilization max_model_len")
+)
 def plan(
     model: Annotated[
         str | None, typer.Argument(help="Local folder, GGUF file or hub id; the bundled demo model when left out.")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Device: v5e, v5p, v6e or h100; all when left out.")] = None,
+    device: Annotated[str | None, typer.Option(help="Device, such as v6e, l4 or h200; the usual ones when left out.")] = None,
     tensor_parallel_size: Annotated[
         int | None, typer.Option(min=1, help="Number of devices; the powers of two that divide the model when left out.")
     ] = None,
@@ -32,7 +35,7 @@ def plan(
     config = make_config(model, {**options, "skip_tokenizer_init": True})
     spec, dtype = open_shape(config)
     longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
-    chips = plans.CHIPS if device is None else {device.lower(): plans.chip_of(device)}
+    chips = plans.usual_chips() if device is None else dict([plans.chip_of(device)])
     table = figures("device", "N", "weights", "of 1/N", "KV pool", "pages", "tokens", "prompts", texts=("device",))
     for name, chip in chips.items():
         for size in plans.sizes(spec) if tensor_parallel_size is None else [tensor_parallel_size]:
@@ -44,5 +47,7 @@ def plan(
             table.add_row(f"{name}, {chip.memory_bytes / _GIB:.0f}", str(size), weights, share, *fits)
     console.print(f"{spec.num_layers} layers, {spec.num_heads} heads, {spec.num_kv_heads} KV heads, weights in {dtype.name}")
     console.print(table)
-    console.print("GiB on each of N devices. Weights and pool take 85% of the memory together, and steps have the rest.")
+    console.print("GiB on each of N devices. Weights and pool take the memory of JAX but 15%, at most 6 GiB, which steps have.")
+    if any(chip.is_gpu for chip in chips.values()):
+        console.print(f"JAX takes {config.gpu_memory_utilization:.0%} of a GPU (`--gpu-memory-utilization`), and all of a TPU.")
     console.print(f"`of 1/N`: weights, divided by 1/N of all; `prompts`: prompts of {longest:,} tokens.")

@@ -29,7 +29,10 @@ _PANELS = {
         "max_num_seqs max_num_batched_tokens long_prefill_token_threshold max_decode_gap_s max_queued_requests "
         "engine_hang_timeout_s warmup warmup_tokens batch_invariant"
     ),
-    "KV cache": ("block_size kv_cache_dtype kv_cache_memory_bytes enable_prefix_caching kv_store kv_store_max_bytes"),
+    "KV cache": (
+        "block_size kv_cache_dtype kv_cache_memory_bytes gpu_memory_utilization enable_prefix_caching kv_store "
+        "kv_store_max_bytes"
+    ),
 }
 _NAMED = {"model", *" ".join(_PANELS.values()).split()}
 

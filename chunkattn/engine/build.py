@@ -29,7 +29,10 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_KV_BYTES = 1 << 30
 _DEFAULT_KV_TOKENS = 1 << 18
-ACCELERATOR_SHARE = 0.85
+_STEP_SHARE, _MOST_STEP_BYTES = 0.15, 6 << 30
+"""Share of an accelerator's memory that steps have, and the bytes that suffice them on a large device."""
+_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
+"""Variables of JAX with the share of a GPU's memory that it takes when it starts. Its own default is 0.75."""
 _BLOCK_SIZES = {"gpu": 64}
 """Default page size by platform: on a GPU, one copy brings a page, and small pages cost a copy instruction each."""
 _BLOCK_SIZE = 16
@@ -53,6 +56,7 @@ def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) ->
         BackendError: the attention backend is unknown or does not support the model.
     """
     enable_compile_cache()
+    take_gpu_memory(config)
     # Check all options before the slow reading of the weights.
     max_model_len = _max_model_len(config, files.spec)
     if (gap := config.calibration.chunk_position_gap) >= max_model_len:
@@ -127,10 +131,15 @@ def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype, s
         num_kv_heads=model.num_kv_heads // shards.kv_size,
         head_dim=model.head_dim,
         dtype=dtype,
-        block_size=config.block_size or _BLOCK_SIZES.get(jax.default_backend(), _BLOCK_SIZE),
+        block_size=config.block_size or default_block_size(jax.default_backend()),
         windows=tuple(dict.fromkeys(model.windows)),
         kv_dtype=None if config.kv_cache_dtype == "auto" else FP8,
     )
+
+
+def default_block_size(platform: str) -> int:
+    """Return the default page size in tokens on a platform of JAX."""
+    return _BLOCK_SIZES.get(platform, _BLOCK_SIZE)
 
 
 def _num_pages(config: EngineConfig, per_page: int, block_size: int, shards: Shards) -> int:
@@ -147,13 +156,28 @@ def _num_pages(config: EngineConfig, per_page: int, block_size: int, shards: Sha
 def _default_kv_bytes(per_page: int, block_size: int, shards: Shards) -> int:
     """Return the default size of the KV pool on each device in bytes.
 
-    An accelerator gives 85% of its memory less the bytes in use; of several, the one with the least to give decides. A CPU
-    gives 1 GiB, but no more than 256K tokens need.
+    An accelerator gives what steps do not need, less the bytes in use; of several, the one with the least to give decides. A
+    CPU gives 1 GiB, but no more than 256K tokens need.
     """
     found = [device.memory_stats() or {} for device in shards.devices if device.process_index == jax.process_index()]
     if jax.default_backend() != "cpu" and all("bytes_limit" in stats for stats in found):
-        return min(int(stats["bytes_limit"] * ACCELERATOR_SHARE) - stats.get("bytes_in_use", 0) for stats in found)
+        return min(bytes_beside_steps(stats["bytes_limit"]) - stats.get("bytes_in_use", 0) for stats in found)
     return max(min(_DEFAULT_KV_BYTES, _DEFAULT_KV_TOKENS // block_size * per_page), per_page)
+
+
+def bytes_beside_steps(limit: int) -> int:
+    """Return the bytes of an accelerator for weights and KV pool. The temporary arrays of steps have the rest.
+
+    Args:
+        limit: bytes that JAX gives to programs.
+    """
+    return limit - min(int(limit * _STEP_SHARE), _MOST_STEP_BYTES)
+
+
+def take_gpu_memory(config: EngineConfig) -> None:
+    """Have JAX take the share `gpu_memory_utilization` of each GPU's memory, unless its own variables name a share."""
+    if not any(name in os.environ for name in _FRACTIONS):
+        os.environ[_FRACTIONS[0]] = str(config.gpu_memory_utilization)
 
 
 def enable_compile_cache() -> None:

@@ -244,7 +244,10 @@ class EngineCore:
                 self.metrics.count_step(step)
                 self._conclude(step, hidden, finite)
                 # The time of a step counts when its results have arrived, without compilation, on the engine's backend.
-                if self.runner.compiles.total() > compiled or step.arrays.backend is not None:
+                new = self.runner.compiles.total() - compiled
+                if new:
+                    logger.info("a step compiled or loaded %d programs, in %.1f s", new, time.perf_counter() - began)
+                if new or step.arrays.backend is not None:
                     self.meter.forget()
                 elif step.is_read:
                     self.meter.finish()

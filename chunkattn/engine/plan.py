@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 
 from chunkattn.backends.registry import get_backend
 from chunkattn.config import EngineConfig
-from chunkattn.engine.build import ACCELERATOR_SHARE, attention_spec
+from chunkattn.engine.build import attention_spec, bytes_beside_steps, default_block_size
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.errors import ConfigError
 from chunkattn.models.shards import Shards, indivisible
@@ -25,22 +26,56 @@ class Chip:
 
     Attributes:
         title: name of its maker.
-        memory_bytes: memory that JAX gives to programs.
-        block_size: tokens per KV page by default.
+        memory_bytes: memory that the driver gives to programs.
+        is_gpu: whether JAX takes the share `gpu_memory_utilization` of the memory; of a TPU it takes all.
     """
 
     title: str
     memory_bytes: int
-    block_size: int = 16
+    is_gpu: bool = False
+
+    @property
+    def block_size(self) -> int:
+        """Return the default number of tokens per KV page."""
+        return default_block_size("gpu" if self.is_gpu else "tpu")
+
+    def jax_bytes(self, config: EngineConfig) -> int:
+        """Return the bytes that JAX takes."""
+        return int(self.memory_bytes * config.gpu_memory_utilization) if self.is_gpu else self.memory_bytes
+
+
+def _gpu(title: str, gib: float) -> Chip:
+    return Chip(f"NVIDIA {title}", int(gib * _GIB), is_gpu=True)
 
 
 CHIPS = {
     "v5e": Chip("TPU v5e", 16 * _GIB),
     "v5p": Chip("TPU v5p", 95 * _GIB),
     "v6e": Chip("TPU v6e", 32 * _GIB),
-    "h100": Chip("NVIDIA H100 80GB", 84_929_347_584 * 3 // 4, 64),
+    "t4": _gpu("T4", 14.5),
+    "a10g": _gpu("A10G", 21.9),
+    "l4": _gpu("L4", 21.9),
+    "l40s": _gpu("L40S", 44.3),
+    "rtx3090": _gpu("RTX 3090", 23.5),
+    "rtx4090": _gpu("RTX 4090", 23.5),
+    "rtx5090": _gpu("RTX 5090", 31.3),
+    "rtxa6000": _gpu("RTX A6000", 47.4),
+    "a100-40gb": _gpu("A100 40GB", 39.3),
+    "a100": _gpu("A100 80GB", 79.1),
+    "h100": _gpu("H100 80GB", 79.1),
+    "h100-nvl": _gpu("H100 NVL", 93.0),
+    "gh200": _gpu("GH200 96GB", 94.5),
+    "h200": _gpu("H200", 139.7),
+    "b200": _gpu("B200", 178.3),
 }
-"""Devices by name. JAX takes three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION says otherwise."""
+"""Devices by name. A driver keeps a part of a GPU's memory: of the 80 GB of an H100 it gives 79.1 GiB."""
+_OTHER_NAMES = {"a10": "a10g", "a100-80gb": "a100", "h100-80gb": "h100", "v5litepod": "v5e"}
+_USUAL = ("v5e", "v5p", "v6e", "l4", "a100", "h100", "h200")
+
+
+def usual_chips() -> dict[str, Chip]:
+    """Return the devices of a plan that names none."""
+    return {name: CHIPS[name] for name in _USUAL}
 
 
 @dataclass(frozen=True)
@@ -79,7 +114,8 @@ def plan(config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, chip: Chip, 
     """Return the memory of a model on devices that may be absent, as an engine takes it without `kv_cache_memory_bytes`.
 
     Args:
-        config: options of the engine: `block_size`, `kv_cache_dtype` and `kv_cache_memory_bytes` count.
+        config: options of the engine: `block_size`, `kv_cache_dtype`, `kv_cache_memory_bytes` and `gpu_memory_utilization`
+            count.
         spec: shape of the model.
         dtype: dtype of the weights.
         chip: kind of the devices.
@@ -92,7 +128,7 @@ def plan(config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, chip: Chip, 
     attention = attention_spec(replace(config, block_size=config.block_size or chip.block_size), spec, dtype, shards)
     shapes = spec.parameters()
     weights = sum(math.prod(shards.held(name, shape)) for name, shape in shapes.items()) * dtype.itemsize
-    free = int(chip.memory_bytes * ACCELERATOR_SHARE) - weights
+    free = bytes_beside_steps(chip.jax_bytes(config)) - weights
     return Plan(
         size=size,
         weight_bytes=weights,
@@ -109,12 +145,17 @@ def sizes(spec: DecoderSpec, most: int = 16) -> Sequence[int]:
     return [size for size in (1 << n for n in range(most.bit_length())) if not indivisible(size, spec)]
 
 
-def chip_of(name: str) -> Chip:
-    """Return a kind of device by its name.
+def chip_of(name: str) -> tuple[str, Chip]:
+    """Return the name in `CHIPS` and the kind of a device.
+
+    Args:
+        name: name in `CHIPS` or of the maker, such as `NVIDIA A100 80GB`; case does not matter.
 
     Raises:
         ConfigError: the name is unknown.
     """
-    if name.lower() not in CHIPS:
+    wanted = re.sub(r"^(nvidia|tpu)[ -]", "", name.strip().lower()).replace(" ", "-").replace("rtx-", "rtx")
+    wanted = _OTHER_NAMES.get(wanted, wanted)
+    if wanted not in CHIPS:
         raise ConfigError(f"unknown device {name!r}; known are {', '.join(CHIPS)}")
-    return CHIPS[name.lower()]
+    return wanted, CHIPS[wanted]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
@@ -29,6 +28,7 @@ from chunkattn.engine.host_calls import (
 )
 from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.kv_pool import KVPool, fingerprint
+from chunkattn.engine.programs import ProgramCounts
 from chunkattn.engine.sampling import (
     READ_BUCKETS,
     SAMPLE_BUCKETS,
@@ -98,7 +98,7 @@ class Runner:
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
         self.backends[None] = backend
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
-        self.compiles: Counter[str] = Counter()
+        self.compiles = ProgramCounts()
         self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles, self.shards, hosts)
         self._names, self._params = list(model.weights), list(model.weights.values())
         self.dtype = model.dtype

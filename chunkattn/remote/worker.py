@@ -67,7 +67,7 @@ class Worker:
     def start(self) -> float:
         """Wait for `Start` and build the engine. Return the requested seconds between heartbeats."""
         self._clock.begin("loading")
-        from chunkattn.engine.build import build_core  # a slow import, so after the first heartbeat
+        from chunkattn.engine.build import build_core, take_gpu_memory  # a slow import, so after the first heartbeat
 
         import_s = since_start()
         self._clock.idle()
@@ -75,6 +75,7 @@ class Worker:
         if not isinstance(start, wire.Start):
             raise TypeError(f"the first message must be Start, got {type(start).__name__}")
         logging.getLogger("chunkattn").setLevel(start.log_level)
+        take_gpu_memory(start.config)
         first = self._join(start)
         self._clock.begin("loading")
         self.core = build_core(start.config, start.checkpoint.files(), first or ALONE)

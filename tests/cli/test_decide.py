@@ -1,5 +1,7 @@
 """`chunkattn decide`: files of questions and states, lines of answers, and errors that name file and line."""
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -10,6 +12,7 @@ from typer.testing import CliRunner
 
 from chunkattn import LLM, Choice, Level, Option, Predicate, Rating
 from chunkattn.calls.decide_files import as_json, read_questions
+from chunkattn.calls.decide_table import table_header
 from chunkattn.cli import app, decide
 from chunkattn.errors import RequestError
 
@@ -37,6 +40,13 @@ LINES = [
     '{"id": "é\\ud800", "state": [{"role": "user", "content": "Hi"}]}',
     "[1, 2]",
     '{"state": {"state": 1}, "id": 7}',
+]
+DOCUMENTS = [
+    '{"state": "Ana likes figs.", "id": "a,\\"b\\"", "documents": ["One.", {"text": "Two."}]}',
+    '"Ana likes figs."',
+    '{"state": [1, 2], "documents": ["One.", "Two."]}',
+    '{"state": "Ana likes figs.", "documents": [[5, 6, 7]]}',
+    '{"state": "Ana likes figs.", "documents": []}',
 ]
 STATES = ["Ana likes figs.", {"text": "an object"}, [{"role": "user", "content": "Hi"}], [1, 2], {"state": 1}]
 
@@ -140,7 +150,16 @@ def test_lines_have_the_answers_of_the_call(source, folder, files, monkeypatch):
         ("[" * 100_000, "line 2 nests too deep"),
         ("5", "line 2 must be a text, a JSON object or array, or messages, got int"),
         ('" "', "line 2 is empty"),
-        ('{"state": "a", "documents": []}', "line 2 has the unknown key 'documents' beside `state`"),
+        (
+            '{"state": "a", "texts": []}',
+            "line 2 has the unknown key 'texts' beside `state`; the keys are state, id and",
+        ),
+        ('{"state": "a", "documents": "b"}', "line 2: `documents` must be a list, got str"),
+        ('{"state": "a", "documents": [5]}', "line 2: document 0 must be a text, an object with the key `text`, or a list of"),
+        ('{"state": "a", "documents": ["b", {"id": "c"}]}', "line 2: document 1 must be a text"),
+        ('{"state": "a", "documents": [["b"]]}', "line 2: document 0"),
+        ('{"state": "a", "documents": [[-1]]}', "line 2: document 0"),
+        (json.dumps({"state": "a", "documents": ["many words " * 5000]}), "line 2: document 0 of 55012 characters has"),
         ('{"state": "a", "id": []}', "line 2: `id` must be a text or an integer, got list"),
         ('{"state": NaN}', "line 2 must be a text"),
         ('"bad \\ud800"', "line 2"),
@@ -177,6 +196,7 @@ def test_other_errors(folder, files):
         (["--state-file", files / "none.txt"], "none.txt cannot be read"),
         (["a", "--method", "guess"], "method must be one of"),
         (["--input", tickets, "--method", "guess"], "method must be one of"),
+        (["a", "--output-format", "xlsx"], "--output-format must be one of jsonl, csv; got xlsx"),
         ([" "], "state is empty"),
         (["a", "--calibrate", "yes"], "--calibrate must be one of off, on, fitted; got yes"),
         (["a", "--calibrate", "fitted"], "no calibration file with labels"),
@@ -204,6 +224,66 @@ def test_an_interrupted_run_leaves_complete_lines(folder, files, monkeypatch):
     done = run(folder, files, "--input", files / "tickets.jsonl", "--output", files / "out.jsonl")
     assert done.exit_code == 130
     assert [json.loads(line)["line"] for line in (files / "out.jsonl").read_text().splitlines()] == [1, 3, 4, 5]
+
+
+def test_a_line_has_documents_of_its_own(folder, files):
+    """The lines of equal documents share a call; the answers are in the order of the lines."""
+    (files / "tickets.jsonl").write_text("\n".join(DOCUMENTS))
+    done = run(folder, files, "--input", files / "tickets.jsonl", "--document", "First.")
+    assert done.exit_code == 0, done.output
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["line"] for line in found] == [1, 2, 3, 4, 5]
+    llm = LLM(str(folder), kv_cache_memory_bytes=16 << 20)
+    for line, state, own in zip(
+        found,
+        [STATES[0], STATES[0], [1, 2], STATES[0], STATES[0]],
+        [["One.", "Two."], [], ["One.", "Two."], [[5, 6, 7]], []],
+        strict=True,
+    ):
+        (alone,) = llm.decide([state], ASKED, documents=["First.", *own])
+        assert line["answers"] == as_json(alone)["answers"]
+        assert line["usage"]["prompt_tokens"] == alone.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("to", ["--output out.CSV", "--output out --output-format csv", "--output-format csv"])
+def test_csv_says_what_json_says(to, folder, files, monkeypatch):
+    monkeypatch.chdir(files)
+    monkeypatch.setattr(decide, "_STATES", 2)
+    lines = [DOCUMENTS[0], *LINES]
+    (files / "tickets.jsonl").write_text("\n".join(lines))
+    (files / "questions.yaml").write_text(YAML.replace("Who writes?", 'Who "writes", =1+1?\\n'))
+    asked = read_questions(files / "questions.yaml")
+    outputs = [json.loads(line) for line in run(folder, files, "--input", files / "tickets.jsonl").stdout.splitlines()]
+    done = run(folder, files, "--input", files / "tickets.jsonl", *to.split())
+    assert done.exit_code == 0, done.output
+    text = (files / to.split()[1]).read_bytes() if to.startswith("--output ") else done.stdout_bytes
+    header, *rows = csv.reader(io.StringIO(text.decode(), newline=""))
+    assert header == ["line", "id", *table_header(asked)]
+    assert len(set(header)) == len(header)
+    assert header[2:5] == ["figs", "figs: yes", "figs label mass"]
+    assert {f"{asked[1].text}: {own}" for own in ("yes", "true", "Ana")} < set(header)
+    assert [row[:2] for row in rows[:3]] == [["1", 'a,"b"'], ["2", ""], ["4", ""]]
+    assert rows[3][1] == "é\\ud800"
+    for row, output in zip(rows, outputs, strict=True):
+        values = dict(zip(header, row, strict=True))
+        figs, who, late = output["answers"]
+        assert values["figs"] == ("yes" if figs["probability"] >= 0.5 else "no")
+        assert float(values["figs: yes"]) == figs["probability"]
+        assert values[asked[1].text] == {"yes": "yes", True: "true", "Ana": "Ana"}[who["choice"]]
+        shares = [float(values[f"{asked[1].text}: {own}"]) for own in ("yes", "true", "Ana")]
+        assert shares == [own["probability"] for own in who["probabilities"]]
+        assert float(values["How late?"]) == late["score"]
+        assert float(values["How late? confidence"]) == late["confidence"]
+        assert float(values["How late? label mass"]) == late["label_mass"]
+        assert {name: int(values[name]) for name in output["usage"]} == output["usage"]
+
+
+def test_columns_of_one_name_are_told_apart():
+    asked = [Predicate("a"), Predicate("a"), Choice("a", ["yes", "label mass"]), Rating("prompt_tokens", ["b", Level("c")])]
+    header = table_header(asked)
+    assert header[:4] == ["a", "a: yes", "a label mass", "a (2)"]
+    assert header[-3:] == ["prompt_tokens (2)", "computed_tokens", "cached_tokens"]
+    assert len(set(header)) == len(header) == 19
 
 
 @pytest.mark.ci
@@ -242,3 +322,5 @@ def test_one_state(folder, files):
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["answers"] == as_json(llm.decide(state, ASKED, **options))["answers"]
         assert json.loads(done.stdout)["method"] == options.get("method", "letters")
+    done = run(folder, files, "a", "--output-format", "csv")
+    assert next(csv.reader(io.StringIO(done.stdout)))[0] == "figs"

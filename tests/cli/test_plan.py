@@ -1,5 +1,6 @@
 """`chunkattn plan`: the memory of a model on devices that are not there."""
 
+import os
 import re
 
 import pytest
@@ -7,7 +8,12 @@ from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 from chunkattn.cli import app
+from chunkattn.config import EngineConfig
+from chunkattn.engine.build import take_gpu_memory
+from chunkattn.engine.plan import CHIPS, chip_of
+from chunkattn.errors import ConfigError
 
+VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 GIB = 1 << 30
 PARAMETERS = 8_030_261_248
 """Number of parameters of Llama-3-8B, in the index of its checkpoint."""
@@ -32,7 +38,7 @@ def run(*arguments):
 
 def rows(output):
     """Return the cells of each row by device and number of devices."""
-    found = [re.split(r"  +", line.strip()) for line in output.splitlines() if re.match(r" *(v5e|v5p|v6e|h100),", line)]
+    found = [re.split(r"  +", line.strip()) for line in output.splitlines() if re.match(r" *[a-z0-9-]+, \d+ ", line)]
     return {(cells[0].split(",")[0], int(cells[1])): cells[2:] for cells in found}
 
 
@@ -41,11 +47,20 @@ def test_weights_and_tokens_are_those_counted_by_hand(folder):
     assert code == 0, output
     found = rows(output)
     assert found["v5e", 1][2:] == ["too large"]
-    for device, size, memory, page in [("v6e", 1, 32 * GIB, 16), ("v6e", 4, 32 * GIB, 16), ("v5p", 8, 95 * GIB, 16)]:
+    assert {device for device, _ in found} == {"v5e", "v5p", "v6e", "l4", "a100", "h100", "h200"}
+    # Steps have 15% of the memory, at most 6 GiB; JAX takes 92% of a GPU.
+    for device, size, memory, page in [
+        ("v6e", 1, 0.85 * 32 * GIB, 16),
+        ("v6e", 4, 0.85 * 32 * GIB, 16),
+        ("v5p", 8, 89 * GIB, 16),
+        ("l4", 2, 0.85 * 0.92 * 21.9 * GIB, 64),
+        ("h100", 1, (0.92 * 79.1 - 6) * GIB, 64),
+        ("h200", 2, (0.92 * 139.7 - 6) * GIB, 64),
+    ]:
         weights, _, pool, pages, tokens, _ = found[device, size]
         # The norms, 65 of 4,096, are on every device.
         held = 2 * ((PARAMETERS - 65 * 4096) / size + 65 * 4096)
-        fit = int((0.85 * memory - held) // (TOKEN * page / size))
+        fit = int((memory - held) // (TOKEN * page / size))
         assert (weights, pages, tokens) == (f"{held / GIB:.2f}", f"{fit:,}", f"{fit * page:,}")
         assert pool == f"{fit * page * TOKEN / size / GIB:.2f}"
     assert float(found["v6e", 16][1]) == pytest.approx(1.034, abs=0.001)  # two devices share each KV head
@@ -57,12 +72,35 @@ def test_options_count(folder):
     pages = [int(found["v6e", 2][3].replace(",", "")) for found in (plain, narrow)]
     assert abs(pages[1] - 2 * pages[0]) <= 1
     assert list(rows(run(folder, "--device", "H100", "--tensor-parallel-size", "2")[1])) == [("h100", 2)]
+    tokens = [
+        int(rows(run(folder, "--device", "h200", "--tensor-parallel-size", "1", *more)[1])["h200", 1][4].replace(",", ""))
+        for more in ([], ["--gpu-memory-utilization", "0.75"])
+    ]
+    assert (tokens[0] - tokens[1]) * TOKEN == pytest.approx(0.17 * 139.7 * GIB, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100 80GB", "a100-80gb", "A100"])
+def test_a_device_has_the_names_of_its_maker(name):
+    assert chip_of(name) == ("a100", CHIPS["a100"])
+
+
+@pytest.mark.parametrize("given", [None, "0.5"])
+def test_jax_takes_the_share_that_is_asked_for(given, monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if given is not None:
+        monkeypatch.setenv(VARIABLE, given)
+    take_gpu_memory(EngineConfig(gpu_memory_utilization=0.8))
+    assert os.environ[VARIABLE] == (given or "0.8")
+    monkeypatch.setenv(VARIABLE, "")  # restores the variable at the end
+    for share in (0, 1.01, float("nan")):
+        with pytest.raises(ConfigError, match="gpu_memory_utilization must be above 0"):
+            EngineConfig(gpu_memory_utilization=share)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--device", "v7"], "unknown device 'v7'; known are v5e, v5p, v6e, h100"),
+        (["--device", "v7"], "unknown device 'v7'; known are v5e, v5p, v6e, t4, a10g"),
         (["--tensor-parallel-size", "3"], "32 attention heads cannot be divided by tensor_parallel_size=3; use 1, 2, 4"),
     ],
 )

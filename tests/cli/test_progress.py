@@ -2,6 +2,7 @@
 
 import ast
 import io
+import logging
 import re
 import subprocess
 import sys
@@ -10,9 +11,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from chunkattn import LLM, SamplingParams
 from chunkattn.bench.measure import round_name
 from chunkattn.cli import progress
+from chunkattn.cli.common import log_to_stderr
 from chunkattn.cli.progress import Rounds, timed
+from chunkattn.engine.programs import ProgramCounts
 
 ROOT = Path(__file__).parents[2]
 AT_ONCE = {"decide_eval_data", "fuzz_cache", "gpu_aot", "mutants", "random_model", "serve_attacks", "tpu_aot"}
@@ -83,3 +87,30 @@ def test_other_lines_of_transformers_stay():
     code = "import chunkattn, transformers; transformers.logging.get_logger('transformers').warning('something else')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
     assert "something else" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("configured", "terminal", "printed"), [(True, True, False), (False, True, True), (False, False, False)]
+)
+def test_the_first_call_tells_that_it_compiles(configured, terminal, printed, monkeypatch, capsys, caplog):
+    monkeypatch.setattr(logging.Logger, "hasHandlers", lambda self: configured)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    with caplog.at_level(logging.INFO):
+        counts = ProgramCounts()
+        for name in ("step", "step", "read"):
+            counts[name] += 1
+    assert counts == {"step": 2, "read": 1}
+    said = capsys.readouterr().err if printed else caplog.text
+    assert said.count("the first call compiles its programs") == 1
+    assert (capsys.readouterr().err == "") or printed
+
+
+def test_an_engine_announces_its_first_programs(caplog):
+    log_to_stderr(verbose=False)
+    with caplog.at_level(logging.INFO, "chunkattn.engine.core"):
+        llm = LLM(kv_cache_memory_bytes=8 << 20)
+        assert "compiles its programs" not in caplog.text
+        for _ in range(2):
+            llm.generate("Nila lives in", SamplingParams(max_tokens=1), use_tqdm=False)
+    assert caplog.text.count("the first call compiles its programs") == 1
+    assert re.findall(r"a step compiled or loaded (\d+) programs", caplog.text)

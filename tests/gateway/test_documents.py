@@ -19,7 +19,7 @@ from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.options import ServerConfig
 
-pytest_plugins = ["tests.told_engine"]
+pytest_plugins = ["tests.told_engine", "tests.small_disk"]
 
 URL = "/v1/cache/documents"
 TEXTS = [f"{name} keeps {number} bees." for number, name in enumerate(("Ana", "Ben", "Cleo", "Dora", "Emil", "Fay"))]
@@ -443,6 +443,19 @@ def test_records_that_the_disk_refuses_are_withdrawn(llm, tmp_path):
             assert await cluster.listed() == ["n"]
             rows.execute("PRAGMA query_only = OFF")
             assert (await cluster.call("DELETE", f"{URL}/n")).status == 200
+
+    asyncio.run(main())
+
+
+def test_documents_are_deleted_on_a_full_disk(llm, disk, fill):
+    async def main():
+        async with Cluster(llm, disk / "documents") as cluster:
+            await cluster.post(*named(*TEXTS), pin=True)
+            for number in range(len(TEXTS)):
+                fill()
+                assert (await cluster.call("DELETE", f"{URL}/note-{number}")).status == 200
+            assert await cluster.listed() == []
+            assert cluster.replicas.pinned() == {}
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ from chunkattn.server.app import create_app
 from chunkattn.server.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, wait_until
 
-pytest_plugins = ["tests.told_engine"]
+pytest_plugins = ["tests.told_engine", "tests.small_disk"]
 
 URL = "/v1/cache/documents"
 TEXT = "Ana lives in Oslo and keeps three bees."
@@ -264,6 +264,27 @@ def test_a_full_disk_stores_nothing_and_loses_nothing(restarts):
         await put(http, {"id": "b", "text": "Ben."})
         http = await restarts.restored()
         assert [d["id"] for d in await listed(http)] == ["a", "b"]
+
+    asyncio.run(main())
+
+
+def test_documents_are_deleted_on_a_full_disk(restarts, disk, fill):
+    restarts.options["document_store"] = str(disk / "documents")
+
+    async def main():
+        http = await restarts.restored()
+        await put(http, *({"id": name, "text": f"{name} lives in Oslo."} for name in "abc"), pin=True)
+        fill()
+        assert (await http.delete(f"{URL}/a")).status_code == 200
+        fill()
+        http = await restarts.restored()
+        assert [d["id"] for d in await listed(http)] == ["b", "c"]
+        fill()
+        assert (await http.delete(f"{URL}/b")).status_code == 200
+        answer = await http.post(URL, json={"documents": [{"id": "d", "text": "Ben. " * 99}]})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "document_store_failed")
+        http = await restarts.restored()
+        assert [d["id"] for d in await listed(http)] == ["c"]
 
     asyncio.run(main())
 

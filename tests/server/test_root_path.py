@@ -49,7 +49,10 @@ def test_bad_root_paths(bad):
 def test_the_page_names_no_path_of_its_own():
     """An absolute path would leave the proxy's."""
     page = client_of()
-    for name in ("", *(f"static/{name}.js" for name in ("app", "api", "status", "generate", "inspect", "score", "decide"))):
+    for name in (
+        "",
+        *(f"static/{name}.js" for name in ("app", "api", "status", "generate", "inspect", "score", "rerank", "decide")),
+    ):
         text = page.get(f"/{name}").text
         assert not any(f"{quote}/{route}" in text for quote in "\"'`" for route in ("static", "v1", "inspect", "health"))
 
@@ -57,11 +60,13 @@ def test_the_page_names_no_path_of_its_own():
 def test_the_page_learns_of_a_chat_template(llm):
     assert client_of().get("/static/page.json").json() == {
         "separator": " # # ",
+        "max_logprobs": 20,
         "chat_template": None,
         "chat_by_default": False,
     }
     client = client_of(llm)  # the demo model completes texts, and its template is there for those who send messages
-    assert client.get("/static/page.json").json() == {"separator": " # # ", "chat_template": True, "chat_by_default": False}
+    found = client.get("/static/page.json").json()
+    assert found == {"separator": " # # ", "max_logprobs": 20, "chat_template": True, "chat_by_default": False}
     made, template = llm.frontend, llm.frontend.tokenizer.chat_template
     object.__setattr__(llm.config, "model", "an/instruct-model")
     assert client.get("/static/page.json").json()["chat_by_default"] is True

@@ -18,6 +18,7 @@ import lmdb.verify
 from chunkattn.cache.disk.files import Lengths, Unusable, reserve
 from chunkattn.cache.disk.records import Damage
 from chunkattn.errors import ConfigError
+from chunkattn.private_files import make_private
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +93,7 @@ class Environment:
                 _set_aside(path, str(error))
                 self._open()
             self._flock(fcntl.LOCK_SH)
+            make_private(lock, data, path / "lock.mdb", *path.glob("data.mdb.damaged-*"))
         except BaseException:
             os.close(self._lock)
             raise

@@ -6,13 +6,12 @@ with SIGBUS.
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
 import lmdb
 
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+from chunkattn.private_files import DISK_FULL, allocate
 
 
 class Unusable(lmdb.Error):
@@ -41,22 +40,9 @@ def reserve(file: Path, start: int, end: int) -> None:
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            os.posix_fallocate(descriptor, start, end - start)
-        except AttributeError:  # macOS
-            _extend(descriptor, end)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-                raise
-            _extend(descriptor, end)
+        allocate(descriptor, start, end)
     finally:
         os.close(descriptor)
-
-
-def _extend(descriptor: int, end: int) -> None:
-    size = os.fstat(descriptor).st_size
-    while size < end:
-        size += os.pwrite(descriptor, bytes(min(1 << 20, end - size)), size)
 
 
 class Lengths:

@@ -28,9 +28,10 @@ import numpy as np
 import xxhash
 
 from chunkattn.cache.disk.environment import Environment, is_damage
-from chunkattn.cache.disk.files import DISK_FULL, free_bytes, is_full
+from chunkattn.cache.disk.files import free_bytes, is_full
 from chunkattn.cache.disk.records import FORMAT, KEY_BYTES, TAG_BYTES, Damage, Meta, StoreEntry, entry_key, model_tag, signature
 from chunkattn.errors import ConfigError
+from chunkattn.private_files import DISK_FULL, Reserve
 
 __all__ = ["KVStore", "Like", "StoreEntry", "entry_key", "model_tag"]
 
@@ -43,6 +44,7 @@ _BATCH = 128 << 20  # maximum number of bytes freed by one transaction: LMDB wri
 _TICK = b"tick"
 _WARNINGS_S = 60.0
 _LEAST_LEFT = 0.3
+_RESERVE, _RESERVE_BYTES = "chunkattn-kv.reserve", 1 << 20
 _DISK_FULL = (*DISK_FULL, errno.EIO)  # LMDB reports a short write as EIO
 
 T = TypeVar("T")
@@ -63,7 +65,7 @@ class KVStore(contextlib.AbstractContextManager["KVStore"]):
 
     Handles of one process share the environment. The file never exceeds the largest `max_bytes` of the handles that share
     it, and it never shrinks. A handle's own `max_bytes` bounds the size that its puts leave. Damaged entries are removed
-    without an error.
+    without an error. A reserve of 1 MiB beside the file lets deletions succeed on a full disk.
 
     Args:
         path: a folder of its own; created if absent.
@@ -102,6 +104,8 @@ class KVStore(contextlib.AbstractContextManager["KVStore"]):
             self._release = weakref.finalize(self, self._env.release)
             if map_size > self._env.map_size:
                 self._env.resize(map_size)
+            self._reserve = Reserve(self.path / _RESERVE, _RESERVE_BYTES)
+            self._reserve.fill()
         except (OSError, lmdb.Error, Damage) as error:
             raise ConfigError(
                 self._no_room() if is_full(error) else f"cannot use {self.path} as a KV store: {error}"
@@ -362,11 +366,15 @@ class KVStore(contextlib.AbstractContextManager["KVStore"]):
         return done, count
 
     def _at_need(self, work: Callable[[], T]) -> T:
-        """Run `work`; if the map is full, extend it by the reserve and run `work` again."""
+        """Run `work`, a deletion. If the map or the disk is full, run it again with the space that is kept back."""
         try:
             return work()
         except lmdb.MapFullError:
             self._env.resize(self.max_bytes & ~0xFFFF)
+        except lmdb.Error as error:
+            if getattr(error, "code", 0) not in _DISK_FULL:
+                raise
+        with self._reserve.lent():
             return work()
 
     def _evict(self, target: int) -> None:

@@ -45,16 +45,18 @@ async def page() -> Response:
 
 @router.get("/static/page.json", include_in_schema=False)
 async def settings(state: State) -> dict[str, Any]:
-    """Return what the page needs to know of the server: its separator, and whether to use the chat template.
+    """Return what the page needs to know of the server.
 
-    `chat_template` is None until the engine has started. The bundled demo model completes texts.
+    These are its separator, its limit on log-probabilities, and whether to use the chat template. `chat_template` is None until
+    the engine has started. The bundled demo model completes texts.
     """
     config, has_template = state.llm.config, None
     if state.llm.client.limits is not None:
         tokenizer = state.llm.frontend.tokenizer
         has_template = bool(tokenizer is not None and tokenizer.chat_template)
     by_default = bool(has_template and config.model is not None)
-    return {"separator": config.chunk_separator, "chat_template": has_template, "chat_by_default": by_default}
+    chat = {"chat_template": has_template, "chat_by_default": by_default}
+    return {"separator": config.chunk_separator, "max_logprobs": config.max_logprobs, **chat}
 
 
 @router.get("/static/{name}", include_in_schema=False)

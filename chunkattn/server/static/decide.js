@@ -1,7 +1,10 @@
 /** Tab "Decide": typed questions about one state, each with bars of its probabilities. */
 
 import { postJson } from "./api.js";
+import { setUpCurl } from "./curl.js";
+import { DocumentList, documentAtFault } from "./documents.js";
 import { byId, counted, element, fillList, seconds, setText, whileBusy } from "./dom.js";
+import { Earlier } from "./earlier.js";
 import { ErrorBox } from "./errors.js";
 import { DECIDE_EXAMPLES } from "./examples.js";
 import { QuestionEditor, fieldAtFault } from "./questions.js";
@@ -13,6 +16,8 @@ export function setUpDecide() {
   const [form, state, method, calibrate] = ["decide-form", "state", "method", "calibrate"].map(byId);
   const errors = new ErrorBox(byId("decide-errors"), { input: state, method, calibrate });
   const editor = new QuestionEditor();
+  const documents = new DocumentList(byId("decide-documents"), byId("add-decide-document"));
+  const earlier = new Earlier("earlier-decisions");
   let changes = 0;
   let shown = -1; // value of the change counter when the shown answers were requested
 
@@ -24,18 +29,31 @@ export function setUpDecide() {
     showStale();
   };
   form.addEventListener("input", editor.onchange);
-  const load = ({ json, text, questions }) => {
+  documents.onchange = editor.onchange;
+  const load = ({ json, text, documents: texts = [], questions }) => {
     errors.clear();
+    earlier.leave();
     byId(json ? "state-json" : "state-text").checked = true;
     state.value = text;
     shown = -1;
     setText(byId("decide-status"), PROMISE);
     fillList(byId("decide-usage"), []);
+    documents.load(texts);
     editor.load(questions);
   };
   setUpExamples(load);
   load(DECIDE_EXAMPLES[0]);
 
+  const requestOf = (questions) => {
+    const body = { input: stateText(), questions: questions.map((question) => question.request) };
+    if (documents.texts.length) body.documents = documents.texts;
+    return ["v1/decisions", { ...body, method: method.value, calibrate: calibrate.checked }];
+  };
+  setUpCurl(
+    "curl-decide",
+    () => requestOf(editor.questions),
+    (error) => errors.show(error),
+  );
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     whileBusy(byId("decide"), async () => {
@@ -43,12 +61,12 @@ export function setUpDecide() {
       const asked = changes;
       const { questions } = editor;
       try {
-        await decide(stateText, questions, { method: method.value, calibrate: calibrate.checked });
+        await decide(...requestOf(questions), questions, earlier);
         shown = asked;
         showStale();
       } catch (error) {
         setText(byId("decide-status"), "failed");
-        errors.show(error, fieldAtFault(error, questions));
+        errors.show(error, fieldAtFault(error, questions) ?? documentAtFault(error, documents.areas));
       }
     });
   });
@@ -73,12 +91,12 @@ function setUpExamples(load) {
   });
 }
 
-async function decide(stateText, questions, options) {
+async function decide(path, body, questions, earlier) {
   const began = performance.now();
-  const body = { input: stateText(), questions: questions.map((question) => question.request), ...options };
-  const { answers, usage } = await postJson("v1/decisions", body);
+  const { answers, usage } = await postJson(path, body);
   const took = performance.now() - began;
 
+  earlier.leave();
   questions.forEach((question, index) => question.show(answers[index]));
   setText(byId("decide-status"), `${counted(answers.length, "question")} answered in ${seconds(took)}`);
   fillList(byId("decide-usage"), [
@@ -86,4 +104,7 @@ async function decide(stateText, questions, options) {
     ["computed", String(usage.computed_tokens)],
     ["cached", String(usage.input_tokens_details.cached_tokens)],
   ]);
+  const texts = body.questions.map(({ instructions }) => instructions);
+  const shown = questions.map((question) => question.answer);
+  earlier.show(body.input, () => shown.flatMap((answer, index) => [element("h3", {}, texts[index]), answer]));
 }

@@ -1,9 +1,9 @@
 /** Editor of the prompt, as one text with separators or as parts. */
 
+import { DocumentList, documentAtFault } from "./documents.js";
 import { byId, element } from "./dom.js";
 import { ErrorBox } from "./errors.js";
 import { EXAMPLES, SEPARATOR } from "./examples.js";
-import { partKind } from "./parts.js";
 
 /** Split a text into parts as the server does. */
 function partsOf(text, separator) {
@@ -21,11 +21,13 @@ export class PromptEditor {
   #text = byId("prompt-text");
   #prefix = byId("prefix");
   #question = byId("question");
-  #list = byId("documents");
-  #made = 0;
+  #documents = new DocumentList(byId("documents"), byId("add-document"));
 
   /** The server's separator; assign it before a change of mode. */
   separator = SEPARATOR;
+
+  /** The most log-probabilities that the server gives for each token. */
+  maxLogprobs = 0;
 
   /** Callback after every change. */
   onchange = () => {};
@@ -37,10 +39,7 @@ export class PromptEditor {
 
     byId("editor").addEventListener("input", () => this.onchange());
     for (const mode of ["text", "parts"]) byId(`mode-${mode}`).addEventListener("change", () => this.#switchTo(mode));
-    byId("add-document").addEventListener("click", () => {
-      this.#append("").querySelector("textarea").focus();
-      this.#renumber();
-    });
+    this.#documents.onchange = () => this.onchange();
     this.#setUpExamples();
     byId("prompt-file").addEventListener("change", (event) => this.#readFiles(event.target));
 
@@ -74,9 +73,7 @@ export class PromptEditor {
     if (this.inParts) {
       this.#prefix.value = parts.prefix;
       this.#question.value = parts.question;
-      this.#list.replaceChildren();
-      for (const text of parts.documents) this.#append(text);
-      this.#renumber();
+      this.#documents.load(parts.documents);
     } else {
       this.#text.value = textOf(parts, this.separator);
       this.onchange();
@@ -86,7 +83,7 @@ export class PromptEditor {
   /** Show an error beside the prompt and return true, if the prompt caused the error. */
   claims(error) {
     const own = ["prompt", "chunks", "documents", "prefix", "messages"].includes(error.param);
-    if (own) this.errors.show(error);
+    if (own) this.errors.show(error, this.inParts ? documentAtFault(error, this.#documents.areas) : undefined);
     return own;
   }
 
@@ -102,8 +99,7 @@ export class PromptEditor {
   }
 
   #partsEdited() {
-    const documents = [...this.#list.querySelectorAll("textarea")].map((area) => area.value);
-    return { prefix: this.#prefix.value, documents, question: this.#question.value };
+    return { prefix: this.#prefix.value, documents: this.#documents.texts, question: this.#question.value };
   }
 
   #setUpExamples() {
@@ -122,8 +118,8 @@ export class PromptEditor {
     try {
       const texts = await Promise.all([...input.files].map((file) => file.text()));
       if (this.inParts) {
-        for (const text of texts) this.#append(text);
-        this.#renumber();
+        for (const text of texts) this.#documents.append(text);
+        this.#documents.renumber();
       } else if (texts.length) {
         this.#text.value = texts.join(this.separator);
         this.onchange();
@@ -132,57 +128,5 @@ export class PromptEditor {
       this.errors.show(new Error(`The file cannot be read: ${error.message}`));
     }
     input.value = "";
-  }
-
-  #append(text) {
-    const id = `document-${this.#made++}`;
-    const area = element("textarea", { id, rows: 2, spellcheck: "false", autocomplete: "off", "data-testid": "document" });
-    area.value = text;
-    const row = element("li", { class: "field" });
-    const button = (name, sign, act) => {
-      const made = element("button", { type: "button", class: "small", "data-testid": `${name}-document` }, sign);
-      made.addEventListener("click", () => act(row, made));
-      return made;
-    };
-    const buttons = [
-      button("raise", "↑", (own, pressed) => this.#move(own, own.previousElementSibling, pressed)),
-      button("lower", "↓", (own, pressed) => this.#move(own.nextElementSibling, own, pressed)),
-      button("remove", "×", (own) => this.#remove(own)),
-    ];
-    row.append(element("div", { class: "row-head" }, element("label", { for: id }), ...buttons), area);
-    this.#list.append(row);
-    return row;
-  }
-
-  /** Swap two neighbours. */
-  #move(row, before, pressed) {
-    if (!row || !before) return;
-    before.before(row);
-    this.#renumber();
-    // A moved node loses the focus. At either end the pressed button is disabled, so its neighbour gets the focus.
-    const own = pressed.closest("li");
-    (pressed.disabled ? own.querySelector("button:not(:disabled)") : pressed).focus();
-  }
-
-  #remove(row) {
-    const next = row.nextElementSibling ?? row.previousElementSibling;
-    row.remove();
-    this.#renumber();
-    (next?.querySelector("textarea") ?? byId("add-document")).focus();
-  }
-
-  #renumber() {
-    const rows = [...this.#list.children];
-    rows.forEach((row, index) => {
-      const [up, down, remove] = row.querySelectorAll("button");
-      row.dataset.part = partKind(`chunk ${index}`);
-      row.querySelector("label").textContent = `Document ${index}`;
-      up.setAttribute("aria-label", `Move document ${index} up`);
-      down.setAttribute("aria-label", `Move document ${index} down`);
-      remove.setAttribute("aria-label", `Remove document ${index}`);
-      up.disabled = index === 0;
-      down.disabled = index === rows.length - 1;
-    });
-    this.onchange();
   }
 }

@@ -19,6 +19,8 @@ export const EXAMPLES = QUESTIONS.map((question) => ({
 
 export const SCORE_EXAMPLE = { query: "Find a person who lives in Kirora.", items: DOCUMENTS, labels: ["yes", "no"] };
 
+export const RERANK_EXAMPLE = { query: "Find a person who likes honey.", documents: DOCUMENTS };
+
 const MAIL = `From: Nila
 Subject: Order 17
 
@@ -31,7 +33,12 @@ const CONVERSATION = `[
   {"role": "user", "content": "No! I live in Kirora. Change the address, please."}
 ]`;
 
-/** States with questions. `json` says whether the text is JSON. */
+const RULES = [
+  "Refunds: money is returned when goods arrive spoiled or more than five days late.",
+  "Delivery: an address can be changed until the goods leave the store.",
+];
+
+/** States with questions. `json` says whether the text is JSON; `documents` come before the state. */
 export const DECIDE_EXAMPLES = [
   {
     title: "A mail",
@@ -40,6 +47,15 @@ export const DECIDE_EXAMPLES = [
       { type: "predicate", text: "The writer wants money back." },
       { type: "choice", text: "Which team should answer?", options: ["billing", "delivery", "sales"] },
       { type: "score", text: "How angry is the writer?", options: ["calm", "annoyed", "furious"] },
+    ],
+  },
+  {
+    title: "A mail, with the rules as documents",
+    text: MAIL,
+    documents: RULES,
+    questions: [
+      { type: "predicate", text: "By the rules, the writer gets the money back." },
+      { type: "choice", text: "Which rule applies?", options: ["refunds", "delivery", "none"] },
     ],
   },
   {

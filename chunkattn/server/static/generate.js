@@ -1,13 +1,17 @@
 /** Tab "Generate": the streamed answer, and the cache hits of the prompt. */
 
 import { errorIn, post } from "./api.js";
+import { setUpCurl } from "./curl.js";
 import { bar, byId, counted, element, fillList, seconds, setText, whileBusy } from "./dom.js";
+import { Earlier } from "./earlier.js";
 import { ErrorBox } from "./errors.js";
 import { focusField, showChoice } from "./focus.js";
 import { partKind } from "./parts.js";
 import { readEvents } from "./sse.js";
+import { TokenText, tokensIn } from "./tokens.js";
 
 const RUNS_KEPT = 8;
+const MOST_OTHERS = 3; // likely tokens that are shown beside the token of the answer
 const RATE_TOKENS = 8; // fewer tokens after the first arrive at the chance times of a few network packets
 
 let runs = 0;
@@ -16,7 +20,15 @@ export function setUpGenerate(editor) {
   const [start, stop] = [byId("generate"), byId("stop")];
   const fields = { max_tokens: byId("max-tokens"), temperature: byId("temperature"), focus: byId("focus") };
   const errors = new ErrorBox(byId("generate-errors"), fields);
+  const answer = new TokenText(byId("output"), byId("token-readout"));
+  const earlier = new Earlier("earlier-answers");
   let abort = null;
+
+  setUpCurl(
+    "curl-generate",
+    () => requestOf(editor),
+    (error) => errors.show(error),
+  );
 
   stop.addEventListener("click", () => abort?.abort());
   byId("generate-form").addEventListener("submit", (event) => {
@@ -27,7 +39,7 @@ export function setUpGenerate(editor) {
       abort = new AbortController();
       stop.disabled = false;
       try {
-        await run(editor, abort.signal);
+        await run(editor, answer, earlier, abort.signal);
       } catch (error) {
         setText(byId("generate-status"), "failed");
         if (!editor.claims(error)) errors.show(error);
@@ -39,23 +51,40 @@ export function setUpGenerate(editor) {
   });
 }
 
-/** Run one request to its last event, or until the signal aborts it. */
-async function run(editor, signal) {
-  const [output, status] = [byId("output"), byId("generate-status")];
-  const { documents } = editor.parts;
+/** Return path and body of the request, without the fields of a stream. */
+function requestOf(editor) {
   const chat = byId("chat").checked;
   const body = {
     ...(chat ? editor.chat : editor.request),
     max_tokens: byId("max-tokens").valueAsNumber,
     temperature: byId("temperature").valueAsNumber,
     ...focusField(),
+  };
+  return [chat ? "v1/chat/completions" : "v1/completions", body];
+}
+
+/** Return the request fields for log-probabilities, as many as the server gives. */
+function logprobFields(chat, most) {
+  const count = Math.min(MOST_OTHERS, most);
+  return chat ? { logprobs: true, top_logprobs: count } : { logprobs: count };
+}
+
+/** Run one request to its last event, or until the signal aborts it. */
+async function run(editor, answer, earlier, signal) {
+  const [output, status] = [byId("output"), byId("generate-status")];
+  const { documents, question } = editor.parts;
+  const [path, asked] = requestOf(editor);
+  const chat = path.includes("chat");
+  const body = {
+    ...asked,
+    ...logprobFields(chat, editor.maxLogprobs),
     stream: true,
     // Request the usage in every event, so the page shows cache hits with the first token.
     stream_options: { include_usage: true, continuous_usage_stats: true },
     return_chunk_usage: true,
   };
-  const text = document.createTextNode("");
-  output.replaceChildren(text);
+  earlier.leave();
+  answer.clear();
   output.setAttribute("aria-busy", "true"); // screen readers announce the whole answer, not each token
   byId("hits").replaceChildren();
   showChoice(null, []);
@@ -66,7 +95,7 @@ async function run(editor, signal) {
   let usage = null;
   let ended = null;
   try {
-    for await (const event of completionEvents(chat ? "v1/chat/completions" : "v1/completions", body, signal)) {
+    for await (const event of completionEvents(path, body, signal)) {
       if (event.usage) {
         if (!usage) {
           showChoice(event.usage.prompt_tokens_details.focus, documents);
@@ -78,7 +107,7 @@ async function run(editor, signal) {
       if (!choice) continue;
       const piece = chat ? (choice.delta.content ?? "") : choice.text;
       if (piece || choice.finish_reason) clock.note(usage?.completion_tokens ?? 0); // a chat begins with an empty event
-      text.appendData(piece);
+      answer.append(piece, tokensIn(choice));
       ended = choice.finish_reason ?? ended;
       setText(status, "generating");
       if (usage) showStatistics(usage, clock, ended);
@@ -89,6 +118,8 @@ async function run(editor, signal) {
     setText(status, "stopped");
   } finally {
     output.setAttribute("aria-busy", "false");
+    answer.end();
+    if (usage) earlier.show(question, () => [output, byId("statistics")]);
   }
   if (!usage) return;
   showHits(usage, documents);

@@ -1,6 +1,7 @@
 /** Tab "Inspect": the prompt's parts as token chips, and its mask. */
 
 import { postJson } from "./api.js";
+import { setUpCurl } from "./curl.js";
 import { byId, counted, element, setText, whileBusy } from "./dom.js";
 import { ErrorBox } from "./errors.js";
 import { Mask } from "./mask.js";
@@ -21,6 +22,11 @@ export function setUpInspect(editor) {
     stale.hidden = shown < 0;
   };
 
+  setUpCurl(
+    "curl-inspect",
+    () => ["inspect", editor.request],
+    (error) => errors.show(error),
+  );
   button.addEventListener("click", () =>
     whileBusy(button, async () => {
       errors.clear();

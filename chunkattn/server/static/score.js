@@ -1,7 +1,9 @@
 /** Tab "Score": items against a query, as bars. */
 
 import { postJson } from "./api.js";
+import { setUpCurl } from "./curl.js";
 import { bar, byId, counted, element, fillList, listed, seconds, setText, whileBusy } from "./dom.js";
+import { Earlier } from "./earlier.js";
 import { ErrorBox } from "./errors.js";
 import { SCORE_EXAMPLE } from "./examples.js";
 
@@ -15,13 +17,22 @@ export function setUpScore() {
   labels.value = SCORE_EXAMPLE.labels.join(", ");
   const errors = new ErrorBox(byId("score-errors"), { query, items, labels, label_token_ids: labels });
 
+  const earlier = new Earlier("earlier-scores");
+
+  const requestOf = () => {
+    const body = { query: query.value, items: listed(items.value, "\n"), apply_softmax: true };
+    const given = listed(labels.value, ",");
+    if (given.length) body.labels = given; // a classifier accepts no labels
+    return ["v1/score", body];
+  };
+  setUpCurl("curl-score", requestOf, (error) => errors.show(error));
   byId("sort-scores").addEventListener("change", showBars);
   byId("score-form").addEventListener("submit", (event) => {
     event.preventDefault();
     whileBusy(byId("score"), async () => {
       errors.clear();
       try {
-        await score(query.value, listed(items.value, "\n"), listed(labels.value, ","));
+        await score(...requestOf(), earlier);
       } catch (error) {
         errors.show(error);
       }
@@ -29,13 +40,13 @@ export function setUpScore() {
   });
 }
 
-async function score(query, items, labels) {
+async function score(path, body, earlier) {
+  const { query, items, labels = [] } = body;
   const began = performance.now();
-  const body = { query, items, apply_softmax: true };
-  if (labels.length) body.labels = labels; // a classifier accepts no labels
-  const result = await postJson("v1/score", body);
+  const result = await postJson(path, body);
   const took = performance.now() - began;
 
+  earlier.leave();
   shown = { items, labels, scores: result.scores };
   showBars();
   setText(byId("score-status"), `${counted(items.length, "item")} scored in ${seconds(took)}`);
@@ -45,6 +56,7 @@ async function score(query, items, labels) {
     ["computed", String(result.usage.computed_tokens)],
     ["cached", String(result.usage.prompt_tokens_details.cached_tokens)],
   ]);
+  earlier.show(query, () => [byId("bars")]);
 }
 
 function showBars() {

@@ -88,6 +88,11 @@ class Page:
                 hits.append((cached, tokens))
         return self.get("output").get_property("textContent"), hits
 
+    def sent(self, path):
+        """The bodies of all requests to a path."""
+        requests = [event["request"] for event in self.network("Network.requestWillBeSent")]
+        return [json.loads(one["postData"]) for one in requests if one["url"].endswith(path)]
+
     def network(self, method):
         """All events of one kind since the browser was started."""
         self._events += [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]

@@ -35,14 +35,10 @@ def decided(page, asked):
     Returns:
         The answers over HTTP, and the numbers of the usage on the page.
     """
-
-    def sent():
-        requests = [event["request"] for event in page.network("Network.requestWillBeSent")]
-        return [json.loads(one["postData"]) for one in requests if one["url"].endswith("/v1/decisions")]
-
     page.get("decide").send_keys(Keys.ENTER)
-    page.wait(lambda: len(sent()) == asked + 1 and page.get("decide").get_attribute("aria-disabled") is None)
-    body = sent()[-1]
+    ended = lambda: page.get("decide").get_attribute("aria-disabled") is None  # noqa: E731
+    page.wait(lambda: len(page.sent("/v1/decisions")) == asked + 1 and ended())
+    body = page.sent("/v1/decisions")[-1]
     with httpx.Client(base_url=page.url, timeout=60) as http:  # under a salt of its own, so that neither helps the other
         told = http.post("/v1/decisions", json={**body, "cache_salt": "apart"}).json()
     assert page.get("decide-status").text.startswith(f"{len(body['questions'])} question")
@@ -113,7 +109,7 @@ def test_decide(page):
     assert not page.get("decide-stale").is_displayed()
 
     # Messages in JSON are the state that `LLM.decide` makes of them.
-    Select(page.get("decide-example")).select_by_index(2)
+    Select(page.get("decide-example")).select_by_index(3)
     assert page.find("chosen") == []
     odd = {"content": "a, ]\n\u00e9", "role": "user", "10": 12345678901234567890, "2": [1.0, {}]}
     messages = [*json.loads(page.value("state")), odd]
@@ -123,6 +119,40 @@ def test_decide(page):
     page.run("document.getElementById('state').value = arguments[0]", json.dumps({"messages": messages[:1]}, indent=2))
     body, _ = decided(page, 3)
     assert body["input"] == read_state({"messages": messages[:1]})
+
+
+def test_decide_with_documents(page):
+    """Documents are sent in their order, and come from the cache in another one. An error appears at its document."""
+    page.get("tab-decide").click()
+    body, _ = decided(page, 0)
+    assert "documents" not in body
+    Select(page.get("decide-example")).select_by_index(2)
+    documents = page.get("decide-documents")
+    areas = lambda: documents.find_elements(By.TAG_NAME, "textarea")  # noqa: E731
+    assert len(areas()) == 2
+    page.get("add-decide-document").click()
+    page.driver.switch_to.active_element.send_keys(f"Nila bought figs at {page.width} coins.")
+    texts = [area.get_property("value") for area in areas()]
+    body, _ = decided(page, 1)
+    assert body["documents"] == texts
+    page.keep("decide-documents")
+    documents.find_element(By.CSS_SELECTOR, "[data-testid=lower-document]").click()
+    assert page.get("decide-stale").is_displayed()
+    body, (tokens, computed, _) = decided(page, 2)
+    assert body["documents"] == [texts[1], texts[0], texts[2]]
+    assert computed < tokens / 2
+    earlier = page.driver.find_elements(By.CSS_SELECTOR, "#earlier-decisions summary")
+    assert ["From: Nila" in summary.text for summary in earlier] == [True, True]
+
+    page.run("arguments[0].value = 'many words '.repeat(999)", areas()[1])
+    assert "document 1" in refused(page, areas()[1])
+    page.driver.get_log("browser")
+    areas()[1].clear()
+    assert page.find("error") == []
+    for _ in range(3):
+        documents.find_element(By.CSS_SELECTOR, "[data-testid=remove-document]").click()
+    body, _ = decided(page, 4)
+    assert "documents" not in body
 
 
 def test_decide_refuses_at_the_field(page):
@@ -138,6 +168,7 @@ def test_decide_refuses_at_the_field(page):
     assert "question 2: text must be a string that is not empty" in refused(page, text)
     assert options[1].get_attribute("aria-invalid") is None
     text.send_keys("How angry?")
+    assert page.find("error") == []
     page.get("state").clear()
     assert "state is empty" in refused(page, page.get("state"))
     page.get("state-json").click()

@@ -2,9 +2,12 @@
 
 import json
 import re
+import shutil
+import subprocess
 
 import numpy as np
 import pytest
+from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
@@ -221,14 +224,187 @@ def test_focus(page, server, mode):
     page.get("focus").clear()
     page.generate()
     assert not page.get("choice").is_displayed()
-    page.get("focus").send_keys("1")
+
+
+PLACES = """
+return [...document.querySelectorAll("#generate-form > *")].map((field) => {
+  const { x, y, width, height } = field.getBoundingClientRect();
+  return [x, y - document.getElementById("generate-form").getBoundingClientRect().y, width, height];
+});
+"""
+
+
+def test_an_error_leaves_the_toolbar_as_it_is_and_goes_with_its_cause(page):
+    page.get("tab-generate").click()
+    field = page.get("focus")
+    field.send_keys("1")
     page.get("prompt-text").clear()
     page.get("prompt-text").send_keys("Read")
+    before = page.run(PLACES)
     page.get("generate").click()
     WebDriverWait(page.driver, 60).until(lambda _: page.find("error"))
-    assert "focus chooses among documents" in page.find("error")[0].text
-    assert page.get("focus").get_attribute("aria-invalid") == "true"
+    page.keep("toolbar-error")
     page.driver.get_log("browser")  # the status 400, which Chromium logs
+    (error,) = page.find("error")
+    assert "focus chooses among documents" in error.text
+    assert error.size["width"] > 0.9 * page.get("generate-form").size["width"]
+    assert page.run(PLACES)[:-1] == before[:-1]  # all but the status
+    assert field.get_attribute("aria-invalid") == "true"
+    assert field.get_attribute("aria-errormessage") == error.get_attribute("id")
+    field.send_keys(Keys.HOME, "-")  # below the least value
+    assert page.find("error") == [error]
+    field.send_keys(Keys.BACKSPACE)
+    assert page.find("error") == []
+    assert field.get_attribute("aria-invalid") is field.get_attribute("aria-errormessage") is None
+
+
+def test_tokens_tell_their_log_probabilities(page, server):
+    documents, question = STORIES[page.width]
+    text = SEPARATOR.join(["Read the documents and answer the question.", *documents, question])
+    asked = {"prompt": text, "chunk_aware": True, "max_tokens": 32, "temperature": 0, "logprobs": 3}
+    with server.client() as http:
+        told = http.post("/v1/completions", json=asked).json()["choices"][0]["logprobs"]
+    page.get("tab-generate").click()
+    page.get("prompt-text").clear()
+    page.get("prompt-text").send_keys(text)
+    answer, _ = page.generate()
+    tokens = page.find("token")
+    assert "".join(token.get_property("textContent") for token in tokens) == answer
+    known = [(t, v) for t, v in zip(told["tokens"], told["token_logprobs"], strict=True)][: len(tokens)]
+    shown = [(token.get_property("textContent"), float(token.get_attribute("data-logprob"))) for token in tokens]
+    assert [text for text, _ in shown] == [text for text, _ in known]
+    assert [value for _, value in shown] == pytest.approx([value for _, value in known], abs=1e-4)
+    titles = [token.get_attribute("title") for token in tokens]
+    for title, (_, value), others in zip(titles, shown, told["top_logprobs"]):
+        assert f" {value:.4f} ({100 * np.exp(value):.1f}%)" in title
+        assert title.count("%)") == len(others)
+
+    ActionChains(page.driver).move_to_element(tokens[1]).perform()
+    readout = page.get("token-readout")
+    assert readout.text == f"token 2 of {len(tokens)}: {titles[1]}"
+    page.get("output").send_keys(Keys.ARROW_LEFT)
+    assert readout.text == f"token 1 of {len(tokens)}: {titles[0]}"
+    page.get("output").send_keys(Keys.ARROW_LEFT, Keys.ARROW_RIGHT * 99)
+    assert readout.text.startswith(f"token {len(tokens)} of ")
+    page.keep("tokens")
+
+
+APART = """
+const [events, done] = arguments;
+import("/static/tokens.js").then(({ TokenText }) => {
+  const [output, readout] = [document.createElement("div"), document.createElement("p")];
+  const shown = new TokenText(output, readout);
+  shown.clear();
+  for (const [piece, texts] of events) {
+    shown.append(piece, texts.map((text) => ({ text, logprob: -1, others: [] })));
+  }
+  shown.end();
+  done([[...output.querySelectorAll("span")].map((span) => span.textContent), output.textContent]);
+});
+"""
+
+
+def test_tokens_and_text_may_come_apart(page):
+    """Events with tokens before their text, text before its tokens, a character of several tokens, an end and a cut token."""
+    for events, tokens in (
+        ([["a", ["a", "b"]], ["b", []]], ["a", "b"]),
+        ([["ab", ["a"]], ["c", ["b", "c"]]], ["a", "b", "c"]),
+        ([["", ["\ufffd"]], ["\u00e9", ["\ufffd"]], ["b", ["b"]]], ["\u00e9", "b"]),
+        ([["ab", ["a", "b", "</s>"]]], ["a", "b"]),
+        ([["a", ["a"]], ["b", ["b STOP"]]], ["a", "b"]),
+    ):
+        assert page.driver.execute_async_script(APART, events) == [tokens, "".join(piece for piece, _ in events)]
+
+
+def test_earlier_answers_stay(page):
+    """Two answers and a failure: both are kept, with their questions, as copies that no program takes for the answer."""
+    documents, question = STORIES[page.width]
+    page.get("tab-generate").click()
+    answers = []
+    for asked in (question, "What is <b>it</b>? Answer:"):
+        page.get("prompt-text").clear()
+        page.get("prompt-text").send_keys(SEPARATOR.join(["Read.", *documents, asked]))
+        answers.append(page.generate()[0])
+    assert len(page.find("earlier")) == 1
+    page.get("max-tokens").send_keys("99999")
+    page.get("generate").click()
+    WebDriverWait(page.driver, 60).until(lambda _: page.find("error"))
+    page.driver.get_log("browser")
+    blocks = page.find("earlier")
+    texts = [block.find_element(By.CSS_SELECTOR, ".output").get_property("textContent") for block in blocks]
+    assert texts == answers[::-1]
+    titles = [block.find_element(By.TAG_NAME, "summary").text for block in blocks]
+    assert [title.partition("M ")[2] for title in titles] == ["What is <b>it</b>? Answer:", question]
+    blocks[1].find_element(By.TAG_NAME, "summary").click()
+    page.keep("earlier")
+    ids = page.run("return [...document.querySelectorAll('[id]')].map((each) => each.id)")
+    assert len(ids) == len({*ids})
+
+
+def test_rerank(page, server):
+    page.get("tab-rerank").click()
+    query, documents = page.value("rerank-query"), page.value("rerank-documents").splitlines()
+    page.get("rerank").click()
+    page.wait(lambda: len(page.find("ranked")) == len(documents))
+    page.keep("rerank")
+    with server.client() as http:
+        results = http.post("/v1/rerank", json={"query": query, "documents": documents}).json()["results"]
+    bars = page.run(BARS, "#ranking > li")
+    assert [int(bar["data"]["index"]) for bar in bars] == [result["index"] for result in results]
+    for bar, result in zip(bars, results, strict=True):
+        assert bar["caption"] == f"{result['index']} {documents[result['index']]}"
+        assert bar["number"] == f"{result['relevance_score']:.4f}"
+        assert bar["share"] == pytest.approx(result["relevance_score"], abs=0.02)
+    page.get("top-n").send_keys("2")
+    page.get("rerank").click()
+    page.wait(lambda: len(page.find("ranked")) == 2)
+    assert len(page.driver.find_elements(By.CSS_SELECTOR, "#earlier-rankings details")) == 1
+    assert page.sent("/v1/rerank")[-1] == {"query": query, "documents": documents, "top_n": 2}
+
+    page.get("instruction").send_keys("Judge kindly.")  # the demo model's template has no place for one
+    page.get("rerank").click()
+    WebDriverWait(page.driver, 60).until(lambda _: page.find("error"))
+    page.driver.get_log("browser")
+    assert page.sent("/v1/rerank")[-1]["instruction"] == "Judge kindly."
+    assert page.get("instruction").get_attribute("aria-invalid") == "true"
+    page.get("instruction").clear()
+    assert page.find("error") == []
+
+
+CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => { window.copied = text; } } })"
+WITHOUT_CLIPBOARD = """
+Object.defineProperty(navigator, "clipboard", { value: undefined });
+document.execCommand = (name) => { window.copied = document.activeElement.value; return name === "copy"; };
+"""
+
+
+@pytest.mark.parametrize("clipboard", [CLIPBOARD, WITHOUT_CLIPBOARD], ids=["clipboard", "selection"])
+def test_copy_as_curl(page, server, clipboard):
+    """Each command, run by a shell, has the answer of the page's own request."""
+    curl = shutil.which("curl")
+    if curl is None:
+        pytest.skip("curl is missing")
+    page.run(clipboard)
+    odd = 'It\'s "odd" $HOME `id` \\\\ \n{é}!'
+    for tab, button, field in (
+        ("prompt", "curl-inspect", "prompt-text"),
+        ("generate", "curl-generate", "prompt-text"),
+        ("score", "curl-score", "query"),
+        ("rerank", "curl-rerank", "rerank-query"),
+        ("decide", "curl-decide", "state"),
+    ):
+        page.get(f"tab-{tab}").click()
+        page.run("const field = document.getElementById(arguments[0]); field.value = arguments[1]", field, odd)
+        page.get(button).click()
+        page.wait(lambda button=button: page.get(button).text == "Copied")
+        assert page.driver.switch_to.active_element == page.get(button)
+        command = page.run("return window.copied")
+        done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=True)
+        answer = json.loads(done.stdout)
+        assert "error" not in answer, answer
+        body = json.loads(re.search(r"-d '(.*)'$", command, re.DOTALL)[1].replace("'\\''", "'"))
+        assert odd in (body.get("prompt"), body.get("query"), body.get("input"))
+        assert "stream" not in body
 
 
 def test_score(page, server):
