@@ -14,6 +14,10 @@ class ReplicaGoneError(Exception):
     """The replica cannot be reached, or has died before the end of its answer."""
 
 
+class NotSentError(ReplicaGoneError):
+    """The replica cannot be reached, and nothing of the request has come to it."""
+
+
 @dataclass(frozen=True)
 class Outgoing:
     """Request to a replica, with its whole body.
@@ -74,7 +78,7 @@ class Replicas(Protocol):
             request: the request.
 
         Raises:
-            ReplicaGoneError: while iterating: the replica is gone.
+            ReplicaGoneError: while iterating: the replica is gone; `NotSentError` before it had anything of the request.
         """
 
     async def report(self, name: str) -> Report:
