@@ -67,7 +67,7 @@ class Gate:
 
     def __init__(self, app: ASGIApp, config: ServerConfig, metrics: HttpMetrics, keys: Keys, shares: Shares) -> None:
         self.app, self.config, self.metrics, self.keys, self.shares = app, config, metrics, keys, shares
-        self._local_only = not keys.needed and _is_loopback(config.host)
+        self._local_only = not keys.needed and is_loopback(config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it to the app."""
@@ -157,10 +157,10 @@ class Gate:
 def _names_this_machine(host: str) -> bool:
     """Return whether a Host header names this machine. A DNS-rebinding page sends its own name."""
     name = host.rpartition(":")[0] if host.rpartition(":")[2].isdecimal() else host
-    return _is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
+    return is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach an address or name."""
     if host == "localhost":
         return True

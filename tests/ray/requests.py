@@ -89,12 +89,14 @@ class Load:
     Attributes:
         outcomes: number of requests by outcome: `complete`, `error event`, `503` and other statuses, `closed`, and
             `500 of HAProxy`.
+        refused: ends of the answers that are errors.
         wrong: answers that differ from the expected ones, and streams that ended without a sign.
     """
 
     expected: dict[str, str]
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    refused: list[bytes] = field(default_factory=list)
     stopped: bool = False
 
     async def client(self, session: aiohttp.ClientSession, seed: int) -> None:
@@ -113,6 +115,8 @@ class Load:
             await asyncio.sleep(PAUSE_S)
 
     def note(self, prompt: str, stream: bool, answer: Answer) -> None:
+        if answer.status != 200 or b'"error"' in answer.body:
+            self.refused.append(answer.body[-300:])
         if answer.status == 500 and answer.headers["Content-Type"] == "text/plain":
             self.outcomes["500 of HAProxy"] += 1
         elif answer.status != 200:

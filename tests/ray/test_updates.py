@@ -1,70 +1,82 @@
 """Updates of a cluster under load: no request is lost, and no stored document."""
 
 import copy
+import os
+import signal
 from functools import partial
 
 import pytest
 
-from tests.ray.cluster import free_port
-from tests.ray.conftest import ENGINE, stop
-from tests.ray.requests import Load
-from tests.ray.serve_cluster import configuration, start
+from tests.ray.conftest import ENGINE
 from tests.ray.updates import replaced, under_load, with_deployments
 
-PROMPTS = [f"{name} is a {job}. What is the job of {name}? Answer:" for name in ("Rumi", "Ada") for job in ("poet", "nurse")]
-DOCUMENT = {"id": "kept", "text": "Rumi is a poet."}
-CHUNKS = {"prefix": "Read. ", "documents": [{"id": "kept"}], "question": "Who?"}
+
+def with_engine(config, **options):
+    """Return a configuration with other options of the engines. Its update replaces engines and gateway."""
+    changed = copy.deepcopy(config)
+    changed["applications"][0]["args"]["engine"] = ENGINE | options
+    return changed
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory, key_file):
-    return configuration(
-        free_port(),
-        engine=ENGINE,
-        server={"api_key_file": str(key_file), "request_timeout_s": 300},
-        gateway={"document_store": str(tmp_path_factory.mktemp("documents") / "store")},
-    )
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory, config):
-    made = start(tmp_path_factory.mktemp("cluster") / "log", config)
-    try:
-        yield made
-    finally:
-        stop(made)
-        made.remove_files()
-
-
-@pytest.fixture
-def load(cluster):
-    body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    return Load({prompt: cluster.ask("/v1/completions", body | {"prompt": prompt}).text for prompt in PROMPTS})
-
-
-@pytest.fixture
-def stored(cluster):
-    """Store a document, and check at the end of the test that its id is still known."""
-    assert cluster.ask("/v1/cache/documents", {"prefix": "Read. ", "documents": [DOCUMENT]}).status == 200
-    yield
-    assert cluster.ask("/v1/completions", {"chunks": CHUNKS, "max_tokens": 1}).status == 200, "a stored id is lost"
-    assert [d["id"] for d in cluster.ask("/v1/cache/documents").json["data"]] == ["kept"]
-
-
-@pytest.mark.slow
-def test_ten_updates_lose_no_request(cluster, config, load, stored):
-    changes = []
-    for number in range(10):
-        cpus = {"ray_actor_options": {"num_cpus": 0.9 - number / 100}}
-        changed = with_deployments(config, {"Engine": cpus})
-        changes.append((partial(cluster.deploy, changed), partial(replaced, cluster, "Engine")))
-    under_load(cluster, load, changes, holds=False)
-    assert set(load.outcomes) == {"complete"}, load.outcomes
+def scaled(cluster, count):
+    """Return a function that tells whether this number of replicas serves."""
+    return lambda: len(cluster.replicas_of("Engine")) == count and cluster.is_whole()
 
 
 def test_an_update_of_everything_loses_no_request(cluster, config, load, stored):
-    changed = copy.deepcopy(config)
-    changed["applications"][0]["args"]["engine"] = ENGINE | {"max_queued_requests": 33}
+    """The former gateway still answers a request then: it holds neither the update nor the stored documents."""
+    changed = with_engine(config, max_queued_requests=33)
     held = under_load(cluster, load, [(partial(cluster.deploy, changed), partial(replaced, cluster, "Gateway", "Engine"))])
     assert held.status == 200
-    assert set(load.outcomes) == {"complete"}, load.outcomes
+    assert set(load.outcomes) == {"complete"}, (load.outcomes, load.refused)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("deployment", ["Engine", "Gateway"])
+def test_ten_updates_lose_no_request(deployment, cluster, config, load, stored):
+    changes = []
+    for number in range(10):
+        changed = with_deployments(config, {deployment: {"ray_actor_options": {"num_cpus": (number + 1) / 100}}})
+        changes.append((partial(cluster.deploy, changed), partial(replaced, cluster, deployment)))
+    under_load(cluster, load, changes, holds=False)
+    assert set(load.outcomes) == {"complete"}, (load.outcomes, load.refused)
+
+
+@pytest.mark.slow
+def test_fewer_and_more_replicas_lose_no_request(cluster, config, load, stored):
+    """The update of the only replica begins with the new one, as `max_surge_percent` says."""
+    changes = [
+        ({"num_replicas": 1}, lambda: scaled(cluster, 1)),
+        (
+            {"num_replicas": 1, "max_surge_percent": 100, "ray_actor_options": {"num_cpus": 0.5}},
+            partial(replaced, cluster, "Engine"),
+        ),
+        ({"num_replicas": 3, "ray_actor_options": {"num_cpus": 0.5}}, lambda: scaled(cluster, 3)),
+        ({"num_replicas": 2, "ray_actor_options": {"num_cpus": 0.5}}, lambda: scaled(cluster, 2)),
+    ]
+    made = [(partial(cluster.deploy, with_deployments(config, {"Engine": options})), watch) for options, watch in changes]
+    under_load(cluster, load, made, holds=False)
+    assert set(load.outcomes) == {"complete"}, (load.outcomes, load.refused)
+
+
+@pytest.mark.slow
+def test_a_replica_that_dies_during_an_update(cluster, config, load, stored):
+    """The first new replica is killed once it serves: its streams end with an error event, and no other request is lost."""
+
+    def watch():
+        before, killed = set(cluster.processes.living("replica")), list[int]()
+        served, is_replaced = cluster.replicas_of("Engine"), replaced(cluster, "Engine", may_fail=True)
+
+        def is_done():
+            if not killed and cluster.replicas_of("Engine") - served:
+                killed.extend(sorted(set(cluster.processes.living("replica")) - before))
+                os.kill(killed[0], signal.SIGKILL)
+                return False
+            return is_replaced()
+
+        return is_done
+
+    changed = with_deployments(config, {"Engine": {"ray_actor_options": {"num_cpus": 0.7}}})
+    under_load(cluster, load, [(partial(cluster.deploy, changed), watch)], holds=False)
+    assert set(load.outcomes) <= {"complete", "error event"}, (load.outcomes, load.refused)
+    assert load.outcomes["error event"] <= 6
