@@ -1,4 +1,4 @@
-"""What strangers reach on a cluster: `check_http` refuses an open HTTP port, `warn_of_open_ports` tells of Ray's own."""
+"""Ports of a cluster that are open to strangers: `check_http` refuses HTTP, `warn_of_open_ports` tells of Ray's own."""
 
 from __future__ import annotations
 
