@@ -85,9 +85,10 @@ def load(bare):
 
 
 @pytest.fixture
-def stored(cluster):
-    """Store a document, and check at the end of the test that its id is still known."""
+def stored(cluster, load):
+    """Store a document, which some of the requests name by its id, and check at the end that the id is still known."""
     assert cluster.ask("/v1/cache/documents", {"prefix": "Read. ", "documents": [DOCUMENT]}).status == 200
+    load.chunks = CHUNKS
     yield
     assert cluster.ask("/v1/completions", {"chunks": CHUNKS, "max_tokens": 1}).status == 200, "a stored id is lost"
     assert [d["id"] for d in cluster.ask("/v1/cache/documents").json["data"]] == ["kept"]
