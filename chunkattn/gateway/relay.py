@@ -171,7 +171,7 @@ class Relay:
             ApiError: no replica has answered, or an answer ended early.
         """
         tried, refusal, reason = dict[str, float](), None, "no replica takes requests"
-        left_s, left = self._options.no_replica_timeout_s, self._options.max_tries
+        left_s, left = self._options.replica_wait_s, self._options.max_tries
         while left:
             names = self._candidates(tried)
             if not names and (refusal is None or refusal[0]["status"] == 503) and left_s > 0:

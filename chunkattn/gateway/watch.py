@@ -75,7 +75,7 @@ class Watch:
         self._changed: list[str] = []
         self._asking: dict[str, asyncio.Task[None]] = {}
         self._news = asyncio.Event()
-        self._num_waiting = 0
+        self._looked = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -109,17 +109,16 @@ class Watch:
             find: the function, called again after each change of a state.
             timeout_s: time limit in seconds.
         """
-        self._num_waiting += 1
-        try:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(timeout_s):
-                    self._look()
-                    while not (found := find()):
-                        await self._news.wait()
-                    return found
-            return find()
-        finally:
-            self._num_waiting -= 1
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (found := find()):
+                    if time.monotonic() - self._looked > _WAITING_S:
+                        self._look()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_WAITING_S):
+                            await self._news.wait()
+                return found
+        return find()
 
     def note_lost(self, name: str) -> None:
         """Note that a connection to a replica has failed: it gets no requests until it reports again."""
@@ -131,11 +130,11 @@ class Watch:
     async def _run(self) -> None:
         while True:
             self._look()
-            period_s = self._options.report_period_s
-            await asyncio.sleep(min(period_s, _WAITING_S) if self._num_waiting else period_s)
+            await asyncio.sleep(self._options.report_period_s)
 
     def _look(self) -> None:
         """Take the replicas that exist now, and ask each for its state."""
+        self._looked = time.monotonic()
         self._update()
         for name in self.states:
             self._ask(name)

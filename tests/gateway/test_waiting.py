@@ -67,7 +67,7 @@ def test_a_request_waits_for_the_only_replica(change, route):
     async def case():
         a, (begin, end) = Replica(), CHANGES[change]
         a.answer = accept
-        async with rig(a, no_replica_timeout_s=30) as made:
+        async with rig(a, replica_wait_s=30) as made:
             begin(a)
             if change == "not ready":
                 await made.ready()
@@ -88,7 +88,7 @@ def test_a_request_goes_to_the_new_replica_when_the_old_one_refuses():
     async def case():
         old, new = Replica("old"), Replica("new")
         not_ready(new)
-        async with rig(old, new, wait=False, no_replica_timeout_s=30) as made:
+        async with rig(old, new, wait=False, report_period_s=60, replica_wait_s=30) as made:
             await made.ready(old)
             old.answer = refusal(503, "server_draining")
             asked = asyncio.create_task(made.http.post(COMPLETE, json=ask()))
@@ -112,7 +112,7 @@ def test_a_request_goes_to_the_new_replica_when_the_old_one_refuses():
 def test_waiting_ends(change, code, calls):
     async def case():
         a = Replica()
-        async with rig(a, no_replica_timeout_s=0.3, max_tries=3) as made:
+        async with rig(a, replica_wait_s=0.3, max_tries=3) as made:
             change(a)
             if change is not_ready:
                 await made.ready()
@@ -127,7 +127,7 @@ def test_a_full_replica_is_not_waited_for():
     async def case():
         a = Replica()
         a.answer = refusal(429, "queue_full")
-        async with rig(a, no_replica_timeout_s=30) as made:
+        async with rig(a, replica_wait_s=30) as made:
             answer = await made.http.post(COMPLETE, json=ask())
             assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
             assert len(a.calls) == 1
@@ -139,7 +139,7 @@ def test_a_waiting_client_may_leave():
     async def case():
         a = Replica()
         not_ready(a)
-        async with rig(a, wait=False, no_replica_timeout_s=30) as made:
+        async with rig(a, wait=False, replica_wait_s=30) as made:
             with pytest.raises(httpx.ReadTimeout):
                 await made.http.post(COMPLETE, json=ask(), timeout=0.3)
             await is_waiting(made, 0)
