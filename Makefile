@@ -58,10 +58,10 @@ test-gpu-all: $(GPU_READY)  ## every setting, whole models, and long runs of the
 RAY_PYTHON ?= $(BIN)/python
 RAY_READY := $(if $(filter $(BIN)/python,$(RAY_PYTHON)),.venv/.installed-ray)
 test-ray: $(RAY_READY)  ## replicas on Ray Serve, on the loopback interface
-	$(RAY_PYTHON) -m pytest tests/ray -m "not slow"
+	$(RAY_PYTHON) -m pytest tests/ray -m "not slow" -p no:randomly
 
 test-ray-all: $(RAY_READY)  ## the application on a cluster as well, and updates that replace every replica
-	$(RAY_PYTHON) -m pytest tests/ray
+	$(RAY_PYTHON) -m pytest tests/ray -p no:randomly
 
 # vLLM pins versions of its own, so its tests run in an environment of its own; VLLM_ENV names one that exists already.
 # One process per file: an engine leaves settings in its process.

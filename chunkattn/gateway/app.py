@@ -110,6 +110,7 @@ class Gateway:
             DocumentRecords(options.document_store) if records is None else records,
             config,
             keys=self.keys if config.api_key_file is not None else None,
+            patience_s=options.replica_wait_s,
         )
         self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
         self.documents.places.is_ready = lambda name: name in self.watch.states and self.watch.states[name].is_ready
@@ -181,8 +182,15 @@ class Gateway:
                 return
             if path == FORGET and method == "POST":
                 config = self.state.config
-                limits = config.max_body_bytes, config.request_timeout_s
-                response = await forget(scope, receive, self.replicas, self.policy, *limits)
+                response = await forget(
+                    scope,
+                    receive,
+                    self.replicas,
+                    self.policy,
+                    max_body_bytes=config.max_body_bytes,
+                    timeout_s=config.request_timeout_s,
+                    patience_s=self.options.replica_wait_s,
+                )
                 await response(scope, receive, send)
                 return
             await self._relay(scope, receive, send)

@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 from weakref import WeakKeyDictionary
 
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
+from chunkattn.gateway.retries import error_code
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords
 from chunkattn.routing.keys import keys_of
 
@@ -57,9 +58,7 @@ class Answer(NamedTuple):
     @property
     def is_unknown_route(self) -> bool:
         """Return whether the replica has no such route, as vLLM's servers."""
-        error = self.body.get("error") if isinstance(self.body, Mapping) else None
-        code = error.get("code") if isinstance(error, Mapping) else None
-        return self.status in _UNKNOWN_ROUTE and code not in ("document_not_found", "model_not_found")
+        return self.status in _UNKNOWN_ROUTE and error_code(self.body) not in ("document_not_found", "model_not_found")
 
 
 @dataclass

@@ -23,6 +23,7 @@ from chunkattn.gateway.document_answers import RefusedError, decoded, entry, ren
 from chunkattn.gateway.document_ids import salt_of, with_texts
 from chunkattn.gateway.document_places import DOCUMENTS, Answer, Credentials, Owners, Places
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
+from chunkattn.gateway.retries import is_passing, retried
 from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
 from chunkattn.server.content_codings import codings_of
 from chunkattn.server.errors import ApiError
@@ -56,6 +57,7 @@ class GatewayDocuments:
         keys: named API keys that the gateway checks; None tells clients apart by their Authorization headers.
         authorization: Authorization header for requests that the gateway makes by itself; None uses the header of the
             documents' owner, which the gateway knows once the owner has sent a request.
+        patience_s: time in seconds for which a POST or a PATCH asks again while no replica takes documents.
     """
 
     def __init__(
@@ -67,9 +69,11 @@ class GatewayDocuments:
         *,
         keys: Keys | None = None,
         authorization: bytes | None = None,
+        patience_s: float = 0.0,
     ) -> None:
         self._replicas, self._records, self._keys = replicas, records, keys
         self._config = config or ServerConfig()
+        self._patience_s = patience_s
         self._credentials = Credentials(authorization)
         self.places = Places(replicas, policy, records, self._credentials, self._config.request_timeout_s)
         self._coming: Counter[str | None] = Counter()
@@ -296,7 +300,7 @@ class GatewayDocuments:
         for number, record in enumerate(records):
             groups.setdefault(self.places.owner(record), []).append(number)
         fields = body.model_dump(include={"pin", "ttl_s", "priority", "model"}, exclude_unset=True)
-        calls = [self.places.store([records[n] for n in numbers], **fields) for numbers in groups.values()]
+        calls = [self._store([records[n] for n in numbers], **fields) for numbers in groups.values()]
         results = await settled(calls)
         found: list[Mapping[str, Any] | None] = [None] * len(records)
         failed: Exception | None = None
@@ -317,6 +321,27 @@ class GatewayDocuments:
             await self._withdraw([record for record, own in zip(records, found, strict=True) if own is not None])
             raise failed
         return found
+
+    async def _store(self, records: Sequence[DocumentRecord], **fields: Any) -> Answer:
+        """Store documents as `Places.store`, once a replica takes them.
+
+        Raises:
+            ReplicaGoneError: no replica can be reached.
+        """
+
+        async def attempt() -> Answer | ReplicaGoneError:
+            try:
+                return await self.places.store(records, **fields)
+            except ReplicaGoneError as error:
+                return error
+
+        def is_final(result: Answer | ReplicaGoneError) -> bool:
+            return isinstance(result, Answer) and not is_passing(result.status, result.body)
+
+        result = await retried(attempt, is_final, self._patience_s)
+        if isinstance(result, ReplicaGoneError):
+            raise result
+        return result
 
     async def _withdraw(self, records: Sequence[DocumentRecord]) -> None:
         """Remove documents that were stored at replicas and are not recorded. A former document of the id is pinned again."""
@@ -366,7 +391,7 @@ class GatewayDocuments:
             if body.ttl_s is None and record.expires is not None:
                 left = {"ttl_s": max(0.001, record.expires - time.time())}
             try:
-                answer = await self.places.store([record], pin=True, **left)
+                answer = await self._store([record], pin=True, **left)
             except ReplicaGoneError:
                 raise unavailable("no replica can pin the document; try again") from None
             if answer.status != 200 and not answer.is_unknown_route:

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope
 from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
 from chunkattn.gateway.relay import outgoing_headers
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
+from chunkattn.gateway.retries import is_passing, retried
 from chunkattn.routing.keys import keys_of
 from chunkattn.routing.policy import Policy
 from chunkattn.server.errors import ApiError
@@ -20,7 +21,14 @@ _STORED = "/v1/cache/documents"
 
 
 async def forget(
-    scope: Scope, receive: Receive, replicas: Replicas, policy: Policy, max_body_bytes: int, timeout_s: float
+    scope: Scope,
+    receive: Receive,
+    replicas: Replicas,
+    policy: Policy,
+    *,
+    max_body_bytes: int,
+    timeout_s: float,
+    patience_s: float,
 ) -> Response:
     """Send a request to all replicas, and return the answer of the first one.
 
@@ -31,15 +39,26 @@ async def forget(
         policy: policy whose record drops the documents.
         max_body_bytes: limit on the bytes of its body.
         timeout_s: time limit in seconds.
+        patience_s: time in seconds for which a replica that starts or stops is asked again. One that leaves has forgotten.
 
     Raises:
         ApiError: a replica has refused the request, or 503 with the names of those that cannot be reached.
     """
     body = await read_body(scope, receive, max_body_bytes, timeout_s)
     request = Outgoing(scope["method"], FORGET, scope.get("query_string", b""), outgoing_headers(scope), body)
-    names = list(replicas.names())
+
+    async def known() -> list[str]:
+        return list(replicas.names())
 
     async def tell(name: str) -> tuple[int, bytes] | None:
+        return await retried(lambda: tell_once(name), lambda answer: is_told(name, answer), patience_s)
+
+    def is_told(name: str, answer: tuple[int, bytes] | None) -> bool:
+        if answer is None:
+            return name not in replicas.names()
+        return not is_passing(answer[0], decoded_json(answer[1]))
+
+    async def tell_once(name: str) -> tuple[int, bytes] | None:
         try:
             async with asyncio.timeout(timeout_s), aclosing(replicas.send(name, request)) as messages:  # type: ignore[type-var]
                 start = await anext(messages)
@@ -47,6 +66,7 @@ async def forget(
         except (ReplicaGoneError, TimeoutError, StopAsyncIteration):
             return None
 
+    names = await retried(known, bool, patience_s)
     answers = dict(zip(names, await asyncio.gather(*map(tell, names)), strict=True))
     given = decoded_json(expanded_body(body, scope["headers"], max_body_bytes))
     authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
@@ -54,7 +74,8 @@ async def forget(
         documents, own = given.get("documents"), keys_of(_STORED, given, authorization).pieces
         count = len(documents) if isinstance(documents, list) else 0
         policy.forget([key for key, _ in own[max(0, len(own) - count) :]])
-    if missed := [name for name, answer in answers.items() if answer is None or answer[0] >= 500]:
+    left = replicas.names()
+    if missed := [n for n, answer in answers.items() if (n in left if answer is None else answer[0] >= 500)]:
         text = f"replicas that cannot be reached may still hold the documents: {', '.join(missed)}; send the request again"
         raise ApiError(503, text, code="engine_not_ready", **{"Retry-After": "1"})
     told = [answer for answer in answers.values() if answer is not None]

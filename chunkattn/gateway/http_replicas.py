@@ -18,7 +18,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from chunkattn.errors import ConfigError
-from chunkattn.gateway.replicas import BadStatusError, Message, Outgoing, ReplicaGoneError, Report
+from chunkattn.gateway.replicas import BadStatusError, Message, NotSentError, Outgoing, ReplicaGoneError, Report
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class HttpReplicas:
             BadStatusError: the status of its answer ends no request.
         """
         if name not in self._names:
-            raise ReplicaGoneError(f"{name} is no replica any more")
+            raise NotSentError(f"{name} is no replica any more")
         running = _Running()
         self._running.setdefault(name, set()).add(running)
         answer: aiohttp.ClientResponse | None = None
@@ -188,6 +188,8 @@ class HttpReplicas:
                 yield {"type": "http.response.body", "body": piece, "more_body": True}
             complete = True
             yield {"type": "http.response.body", "body": b"", "more_body": False}
+        except aiohttp.ClientConnectorError as error:
+            raise NotSentError(_told(name, error)) from error
         except _ERRORS as error:
             raise ReplicaGoneError(_told(name, error)) from error
         finally:

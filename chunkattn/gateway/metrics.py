@@ -29,6 +29,9 @@ class GatewayMetrics:
         of = ["replica"]
         self.sent = Counter(prefix + "sent", "Requests sent to a replica, tries included", of, registry=registry)
         self.retries = Counter(prefix + "retries", "Tries that another replica took over", ["reason"], registry=registry)
+        self.waiting = Gauge(
+            prefix + "waiting_requests", "Requests that wait for a replica to take requests", registry=registry
+        )
         self.cut = Counter(prefix + "cut", "Answers that a replica did not finish", registry=registry)
         self.asked = Counter(prefix + "asked_bytes", "Bytes of text of the pieces of requests", registry=registry)
         self.missing = Counter(

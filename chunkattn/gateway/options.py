@@ -20,7 +20,9 @@ class GatewayOptions:
         replica_key: API key of the gateway's own requests to the replicas. Requests of clients keep their own key.
         resolve: take every address of a host name as a replica of its own, and look the names up again every 5 s, as for a
             headless service of Kubernetes.
-        max_tries: replicas that one request may be sent to, as long as no byte of an answer was sent to the client.
+        max_tries: replicas that may begin with one request, as long as no byte of an answer was sent to the client.
+        replica_wait_s: time in seconds that a request waits for a replica while none takes requests, as during a restart;
+            0 refuses it at once.
         report_period_s: period in seconds in which the gateway asks each replica for its state.
         report_timeout_s: time in seconds within which a replica must tell its state.
         hang_timeout_s: time in seconds after which a replica that does not tell its state loses its running requests and its
@@ -34,6 +36,7 @@ class GatewayOptions:
     replica_key: str | None = None
     resolve: bool = False
     max_tries: int = 3
+    replica_wait_s: float = 30.0
     report_period_s: float = 1.0
     report_timeout_s: float = 2.0
     hang_timeout_s: float = 20.0
@@ -49,6 +52,8 @@ class GatewayOptions:
         for name in ("report_period_s", "report_timeout_s", "hang_timeout_s", "connect_timeout_s"):
             if not 0 < getattr(self, name) < float("inf"):
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+        if not 0 <= self.replica_wait_s < float("inf"):
+            raise ConfigError(f"replica_wait_s must be at least 0, got {self.replica_wait_s}")
         for name in ("replica_key", "chunk_separator", "document_store"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")

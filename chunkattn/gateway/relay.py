@@ -15,7 +15,8 @@ from starlette.types import Message, Receive, Scope, Send
 from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.gateway.replicas import BadStatusError, Outgoing, ReplicaGoneError, Replicas
+from chunkattn.gateway.replicas import BadStatusError, NotSentError, Outgoing, ReplicaGoneError, Replicas
+from chunkattn.gateway.retries import NOT_BEGUN, error_code
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
 from chunkattn.routing.keys import Keys, keys_of
@@ -172,24 +173,32 @@ class Relay:
         Raises:
             ApiError: no replica has answered, or an answer ended early.
         """
-        tried, refusal, reason = set[str](), None, "no replica takes requests"
+        tried, refusal, reason = dict[str, float](), None, "no replica takes requests"
         bad_status: BadStatusError | None = None
-        for number in range(self._options.max_tries):
-            names = [name for name in self._watch.candidates() if name not in tried]
+        left_s, left = self._options.replica_wait_s, self._options.max_tries
+        while left:
+            names = self._candidates(tried)
+            may_wait = bad_status is None and (refusal is None or refusal[0]["status"] == 503)
+            if not names and may_wait and left_s > 0:
+                began = time.monotonic()
+                names = await self._wait(tried, left_s)
+                left_s -= time.monotonic() - began
             if not names:
                 break
             began = time.perf_counter()
             name = self._policy.rank(keys, names)[0]
             self._metrics.decision.observe(time.perf_counter() - began)
-            tried.add(name)
-            more = number + 1 < self._options.max_tries and len(names) > 1
+            others = left > 1 and len(names) > 1
+            elsewhere = {503: left_s > 0 or others, 429: others}
+            left -= 1
+            began = time.monotonic()
             try:
-                refusal = await self._try(name, request, keys, send, progress, more)
+                refusal = await self._try(name, request, keys, send, progress, elsewhere)
             except BadStatusError as error:
-                bad_status, refusal = error, None
+                bad_status, refusal, is_free = error, None, False
                 self._metrics.retries.labels("502").inc()
-                continue
             except ReplicaGoneError as error:
+                refusal, is_free = None, isinstance(error, NotSentError)
                 self._watch.note_lost(name)
                 if progress.complete:
                     return
@@ -198,12 +207,17 @@ class Relay:
                     text = "the replica of this answer is gone; send the request again"
                     await _end(progress, ApiError(503, text, code="engine_not_ready"), send)
                     return
-                reason, refusal = f"the replica is gone ({error})", None
+                reason = f"the replica is gone ({error})"
                 self._metrics.retries.labels("gone").inc()
-                continue
-            if refusal is None:
-                return
-            self._metrics.retries.labels(str(refusal[0]["status"])).inc()
+            else:
+                if refusal is None:
+                    return
+                if is_free := _code(refusal) in NOT_BEGUN:
+                    self._watch.note_lost(name)
+                self._metrics.retries.labels(str(refusal[0]["status"])).inc()
+            tried[name] = time.monotonic()
+            if is_free and left_s > 0:
+                left, left_s = left + 1, left_s - (tried[name] - began)
         if refusal is not None:
             for message in refusal:
                 await send(message)
@@ -213,10 +227,28 @@ class Relay:
         code = "engine_not_ready" if tried else "no_replica"
         raise ApiError(503, f"{reason}; try again", code=code, **_RETRY_AFTER)
 
+    def _candidates(self, tried: Mapping[str, float]) -> list[str]:
+        """Return the replicas to send to: those not tried yet, and those that have reported since."""
+        states, names = self._watch.states, self._watch.candidates()
+        return [name for name in names if name not in tried or states[name].heard > tried[name]]
+
+    async def _wait(self, tried: Mapping[str, float], seconds: float) -> list[str]:
+        """Return the replicas to send to as soon as there is one; none after `seconds`."""
+        with self._metrics.waiting.track_inprogress():
+            return await self._watch.until(lambda: self._candidates(tried), seconds)
+
     async def _try(
-        self, name: str, request: Outgoing, keys: Keys, send: Send, progress: _Answering, more: bool
+        self, name: str, request: Outgoing, keys: Keys, send: Send, progress: _Answering, elsewhere: Mapping[int, bool]
     ) -> list[Message] | None:
         """Relay the answer of one replica. Return the answer instead, unsent, if another replica should be tried.
+
+        Args:
+            name: the replica.
+            request: the request.
+            keys: its routing keys.
+            send: channel to the client.
+            progress: progress of the answer.
+            elsewhere: for the status of a refusal, whether another replica is tried then.
 
         Raises:
             ReplicaGoneError: the replica is gone.
@@ -232,7 +264,7 @@ class Relay:
             async with aclosing(self._replicas.send(name, request)) as messages:  # type: ignore[type-var]
                 async for message in messages:
                     if not progress.status:
-                        if more and message["status"] in _ELSEWHERE:
+                        if elsewhere.get(message["status"]):
                             kept: list[Message] = [_headed(message, name, self._relays_cors)]
                             size = 0
                             async for part in messages:
@@ -294,13 +326,15 @@ def _note(progress: _Answering, message: Any) -> None:
 def _is_refusal(messages: list[Message]) -> bool:
     """Return whether an answer means that another replica may answer better."""
     code = _ELSEWHERE[messages[0]["status"]]
-    if code is None:
-        return True
+    return code is None or _code(messages) == code
+
+
+def _code(messages: list[Message]) -> str | None:
+    """Return the error code of a refusal; None if it has none."""
     try:
-        error = msgspec.json.decode(b"".join(m.get("body", b"") for m in messages))["error"]
-        return error.get("code") == code
-    except (msgspec.DecodeError, TypeError, KeyError, AttributeError):
-        return False
+        return error_code(msgspec.json.decode(b"".join(m.get("body", b"") for m in messages)))
+    except msgspec.DecodeError:
+        return None
 
 
 async def _end(progress: _Answering, error: ApiError, send: Send) -> None:

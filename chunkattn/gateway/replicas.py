@@ -18,6 +18,10 @@ class BadStatusError(ReplicaGoneError):
     """The replica has answered with a status that ends no request, and is not taken for an answer."""
 
 
+class NotSentError(ReplicaGoneError):
+    """The replica cannot be reached, and nothing of the request has come to it."""
+
+
 @dataclass(frozen=True)
 class Outgoing:
     """Request to a replica, with its whole body.
@@ -78,7 +82,7 @@ class Replicas(Protocol):
             request: the request.
 
         Raises:
-            ReplicaGoneError: while iterating: the replica is gone.
+            ReplicaGoneError: while iterating: the replica is gone; `NotSentError` before it had anything of the request.
         """
 
     async def report(self, name: str) -> Report:

@@ -6,7 +6,9 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.replicas import ReplicaGoneError, Replicas, Report
@@ -14,6 +16,10 @@ from chunkattn.routing.policy import Policy
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_WAITING_S = 0.2
+"""Period of the reports in seconds while requests wait for a replica."""
 _LATE_S = 2.0
 """Seconds before a report in which what was sent may not be computed yet, so the report may lack it."""
 DEFAULT_BYTES_PER_TOKEN = 4.0
@@ -68,6 +74,8 @@ class Watch:
         self.on_change: list[Callable[[Collection[str]], None]] = []
         self._changed: list[str] = []
         self._asking: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()
+        self._looked = 0.0
         self._task: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -94,19 +102,47 @@ class Watch:
         states = self.states.items()
         return self.ready() or [n for n, s in states if not s.down and s.report is not None and s.report.ready]
 
+    async def until(self, find: Callable[[], T], timeout_s: float) -> T:
+        """Return the first true result of a function that reads the states, or its last one.
+
+        Args:
+            find: the function, called again after each change of a state.
+            timeout_s: time limit in seconds.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while not (found := find()):
+                    if time.monotonic() - self._looked > _WAITING_S:
+                        self._look()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(_WAITING_S):
+                            await self._news.wait()
+                return found
+        return find()
+
     def note_lost(self, name: str) -> None:
         """Note that a connection to a replica has failed: it gets no requests until it reports again."""
         if (state := self.states.get(name)) is not None and not state.lost:
             state.lost = True
-            logger.warning("replica %s is lost; it gets no requests until it reports again", name)
+            logger.warning("replica %s is lost or refuses requests; it gets no requests until it reports again", name)
             self._ask(name)
 
     async def _run(self) -> None:
         while True:
-            self._update()
-            for name in self.states:
-                self._ask(name)
+            self._look()
             await asyncio.sleep(self._options.report_period_s)
+
+    def _look(self) -> None:
+        """Take the replicas that exist now, and ask each for its state."""
+        self._looked = time.monotonic()
+        self._update()
+        for name in self.states:
+            self._ask(name)
+
+    def _announce(self) -> None:
+        """Wake what waits in `until`."""
+        self._news.set()
+        self._news = asyncio.Event()
 
     def _update(self) -> None:
         """Take the replicas that exist now."""
@@ -161,6 +197,7 @@ class Watch:
             logger.info("replica %s is %s", name, "ready" if state.is_ready else "not ready")
         if restarted or (state.is_ready and not was_ready):
             self._tell([name])
+        self._announce()
 
     def _note_failure(self, name: str, error: BaseException) -> None:
         if (state := self.states.get(name)) is None:

@@ -11,7 +11,7 @@ from chunkattn.integrations.ray import SUPPORTED
 from chunkattn.integrations.ray.options import AppOptions, environment
 
 ROOT = Path(__file__).parents[2]
-SERVICE = yaml.safe_load((ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text(encoding="utf-8"))
+SECRET, SERVICE = yaml.safe_load_all((ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text(encoding="utf-8"))
 SERVE = yaml.safe_load(SERVICE["spec"]["serveConfigV2"])
 CLUSTER = SERVICE["spec"]["rayClusterConfig"]
 GROUPS = [CLUSTER["headGroupSpec"], *CLUSTER["workerGroupSpecs"]]
@@ -19,7 +19,7 @@ CONTAINERS = [container for group in GROUPS for container in group["template"]["
 POD = {"rayStartParams": dict, "template": dict}
 FIELDS = {
     "service": {"serveConfigV2": str, "rayClusterConfig": dict, "excludeHeadPodFromServeSvc": bool},
-    "cluster": {"rayVersion": str, "headGroupSpec": dict, "workerGroupSpecs": list},
+    "cluster": {"rayVersion": str, "authOptions": dict, "headGroupSpec": dict, "workerGroupSpecs": list},
     "head": POD,
     "worker": POD | {"groupName": str} | dict.fromkeys(("replicas", "minReplicas", "maxReplicas"), int),
 }
@@ -41,7 +41,8 @@ def test_fields_are_those_of_kuberay(fields, given):
     assert all(type(value) is str for value in given.get("rayStartParams", {}).values())
 
 
-def test_schemas_of_pods():
+def test_schemas_of_secret_and_pods():
+    kubernetes_validate.validate(SECRET, "1.30", strict=True)
     for group in GROUPS:
         pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "ray"}, **group["template"]}
         kubernetes_validate.validate(pod, "1.30", strict=True)
@@ -71,6 +72,17 @@ def test_every_node_has_the_environment():
     needed = environment(server.max_body_bytes, request_timeout_s=server.request_timeout_s)
     for container in CONTAINERS:
         assert {entry["name"]: entry["value"] for entry in container["env"]} == needed
+
+
+def test_every_port_asks_for_a_key_or_a_token():
+    """Clients bring a key of the Secret, which every pod that may run the gateway mounts; Ray's own ports ask for a token."""
+    server = AppOptions.of(SERVE["applications"][0]["args"]).server_config
+    assert CLUSTER["authOptions"] == {"mode": "token"}
+    assert SECRET["stringData"] == {"api-keys": ""}
+    for group, container in zip(GROUPS, CONTAINERS, strict=True):
+        (mount,), (volume,) = container["volumeMounts"], group["template"]["spec"]["volumes"]
+        assert volume == {"name": mount["name"], "secret": {"secretName": SECRET["metadata"]["name"]}}
+        assert server.api_key_file == f"{mount['mountPath']}/api-keys"
 
 
 def test_ports_agree():

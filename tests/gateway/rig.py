@@ -20,7 +20,7 @@ from tests.http_rig import listening
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
-QUICK = {"report_period_s": 0.05, "report_timeout_s": 0.5}
+QUICK = {"report_period_s": 0.05, "report_timeout_s": 0.5, "replica_wait_s": 0}
 
 
 def run(case, seconds=60):

@@ -345,6 +345,7 @@ def test_an_https_name_cannot_be_resolved_into_addresses():
         ({"report_period_s": 0}, "report_period_s must be above 0"),
         ({"hang_timeout_s": float("inf")}, "hang_timeout_s"),
         ({"connect_timeout_s": float("nan")}, "connect_timeout_s"),
+        ({"replica_wait_s": -1}, "replica_wait_s must be at least 0"),
         ({"replica_key": ""}, "replica_key must not be empty"),
     ],
 )

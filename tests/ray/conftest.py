@@ -5,13 +5,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.ray import serve_cluster
 from tests.ray.cluster import Processes, chunkattn, free_port
-from tests.ray.requests import Service
+from tests.ray.requests import Load, Service
 
 collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
 """Ray has an extra of its own, which `make test` does not install."""
 READY_S = 240
 ENGINE = {"warmup": False, "kv_cache_memory_bytes": 32 << 20, "max_queued_requests": 32, "enable_chunk_aware": True}
+PROMPTS = [
+    f"{name} is a {job}. What is the job of {name}? Answer:" for name in ("Rumi", "Ada", "Ben") for job in ("poet", "nurse")
+]
+DOCUMENT = {"id": "kept", "text": "Rumi is a poet."}
+CHUNKS = {"prefix": "Read. ", "documents": [{"id": "kept"}], "question": "Who?"}
 KEYS = "anna:anna-secret-key-of-32-characters\nben:bens-secret-key-of-32-characters\n"
 
 
@@ -47,6 +53,45 @@ def replicas(tmp_path_factory, server_options):
     service = start(tmp_path_factory.mktemp("replicas"), ENGINE | server_options | {"replicas": 3, "drain_timeout_s": 60})
     yield service
     stop(service)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, key_file):
+    """Configuration of the application of `cluster`."""
+    return serve_cluster.configuration(
+        free_port(),
+        engine=ENGINE,
+        server={"api_key_file": str(key_file), "request_timeout_s": 300},
+        gateway={"document_store": str(tmp_path_factory.mktemp("documents") / "store")},
+    )
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, config):
+    """The application with two replicas on a Ray cluster."""
+    made = serve_cluster.start(tmp_path_factory.mktemp("cluster") / "log", config)
+    try:
+        yield made
+    finally:
+        stop(made)
+        made.remove_files()
+
+
+@pytest.fixture
+def load(bare):
+    """Requests with the answers of a bare server."""
+    body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
+    return Load({prompt: bare.ask("/v1/completions", body | {"prompt": prompt}).text for prompt in PROMPTS})
+
+
+@pytest.fixture
+def stored(cluster, load):
+    """Store a document, which some of the requests name by its id, and check at the end that the id is still known."""
+    assert cluster.ask("/v1/cache/documents", {"prefix": "Read. ", "documents": [DOCUMENT]}).status == 200
+    load.chunks = CHUNKS
+    yield
+    assert cluster.ask("/v1/completions", {"chunks": CHUNKS, "max_tokens": 1}).status == 200, "a stored id is lost"
+    assert [d["id"] for d in cluster.ask("/v1/cache/documents").json["data"]] == ["kept"]
 
 
 def start(folder, options):

@@ -89,30 +89,39 @@ class Load:
     Attributes:
         outcomes: number of requests by outcome: `complete`, `error event`, `503` and other statuses, `closed`, and
             `500 of HAProxy`.
+        chunks: chunks of some of the requests, whose answers are not compared; they name stored documents.
+        refused: ends of the answers that are errors.
         wrong: answers that differ from the expected ones, and streams that ended without a sign.
     """
 
     expected: dict[str, str]
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    refused: list[bytes] = field(default_factory=list)
     stopped: bool = False
+    chunks: dict[str, Any] | None = None
 
     async def client(self, session: aiohttp.ClientSession, seed: int) -> None:
         choices = random.Random(seed)
         while not self.stopped:
             prompt = choices.choice(list(self.expected))
             stream = choices.random() < 0.7
-            body = {"prompt": prompt, "max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream}
+            asked: dict[str, Any] = {"prompt": prompt}
+            if by_id := self.chunks is not None and choices.random() < 0.1:
+                asked, stream = {"chunks": self.chunks}, False
+            body = asked | {"max_tokens": 60, "temperature": 0, "ignore_eos": True, "stream": stream}
             try:
                 answer = await ask(session, "/v1/completions", body)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientPayloadError, aiohttp.ClientOSError):
                 self.outcomes["closed"] += 1
                 await asyncio.sleep(0.1)
                 continue
-            self.note(prompt, stream, answer)
+            self.note(None if by_id else prompt, stream, answer)
             await asyncio.sleep(PAUSE_S)
 
-    def note(self, prompt: str, stream: bool, answer: Answer) -> None:
+    def note(self, prompt: str | None, stream: bool, answer: Answer) -> None:
+        if answer.status != 200 or b'"error"' in answer.body:
+            self.refused.append(answer.body[-300:])
         if answer.status == 500 and answer.headers["Content-Type"] == "text/plain":
             self.outcomes["500 of HAProxy"] += 1
         elif answer.status != 200:
@@ -120,7 +129,7 @@ class Load:
             self.outcomes[str(answer.status)] += 1
         elif not stream:
             self.outcomes["complete"] += 1
-            if answer.text != self.expected[prompt]:
+            if prompt is not None and answer.text != self.expected[prompt]:
                 self.wrong.append(answer.text)
         elif not answer.events or answer.events[-1] != "[DONE]":
             self.wrong.append(f"a stream ended without a sign: {answer.body[-200:]!r}")
@@ -128,5 +137,5 @@ class Load:
             self.outcomes["error event"] += 1
         else:
             self.outcomes["complete"] += 1
-            if answer.text != self.expected[prompt]:
+            if answer.text != self.expected[prompt or ""]:
                 self.wrong.append(answer.text)

@@ -89,8 +89,14 @@ class Cluster(Service):
         return json.loads(text) if text else None
 
 
-def start(log: Path, config: dict[str, Any]) -> Cluster:
-    """Start a cluster and deploy a configuration with the guide's commands."""
+def start(log: Path, config: dict[str, Any], *, wait: bool = True) -> Cluster:
+    """Start a cluster and deploy a configuration with the guide's commands.
+
+    Args:
+        log: file of the cluster's output.
+        config: the configuration.
+        wait: whether to wait until the application serves.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: the paths of sockets are limited
     args, port = AppOptions.of(config["applications"][0]["args"]), config["http_options"]["port"]
     first = 20_000 + secrets.randbelow(300) * 64
@@ -99,7 +105,7 @@ def start(log: Path, config: dict[str, Any]) -> Cluster:
     server = args.server_config
     given = {"request_timeout_s": server.request_timeout_s, "run_folder": str(folder / "haproxy"), "first_port": first}
     variables = environment(server.max_body_bytes, **given)
-    variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_memory_monitor_refresh_ms": "0"}
+    variables |= {"RAY_AUTH_TOKEN": token, "RAY_memory_monitor_refresh_ms": "0"}
     variables |= {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # the node's address is 127.0.0.1
     options = {
         "node-ip-address": "127.0.0.1",
@@ -121,7 +127,8 @@ def start(log: Path, config: dict[str, Any]) -> Cluster:
         file.write_text(yaml.safe_dump(config))
         deploy = [str(command / "serve"), "deploy", "--address", dashboard, str(file)]
         subprocess.run(deploy, env=processes.variables, cwd=ROOT, check=True, capture_output=True, timeout=START_S)
-        cluster.wait_until_running()
+        if wait:
+            cluster.wait_until_running()
     except BaseException:
         processes.kill()
         cluster.remove_files()

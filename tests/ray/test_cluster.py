@@ -2,118 +2,23 @@
 
 import asyncio
 import copy
-import json
 import os
 import re
 import signal
-import time
 
-import aiohttp
 import pytest
 
-from tests.ray.cluster import free_port, wait_for
-from tests.ray.conftest import ENGINE, stop
-from tests.ray.requests import Answer, Load, ask
-from tests.ray.serve_cluster import configuration, start
+from tests.ray.cluster import wait_for
+from tests.ray.conftest import ENGINE
+from tests.ray.requests import ask
 from tests.ray.test_replicas import BODY, SAME, plain
+from tests.ray.updates import under_load, with_deployments
 
 pytestmark = pytest.mark.slow
 
 WHOLE_S = 30
 """Seconds until everything serves again. A loaded machine gets a multiple."""
-UPDATE_S = 240
-PROMPTS = [f"{name} is a {job}. What is the job of {name}? Answer:" for name in ("Rumi", "Ada") for job in ("poet", "nurse")]
 STREAM = BODY | {"max_tokens": 400, "stream": True}
-DOCUMENT = {"id": "kept", "text": "Rumi is a poet."}
-CHUNKS = {"prefix": "Read. ", "documents": [{"id": "kept"}], "question": "Who?"}
-
-
-@pytest.fixture(scope="session")
-def config(tmp_path_factory, key_file):
-    return configuration(
-        free_port(),
-        engine=ENGINE,
-        server={"api_key_file": str(key_file), "request_timeout_s": 300},
-        gateway={"document_store": str(tmp_path_factory.mktemp("documents") / "store")},
-    )
-
-
-@pytest.fixture(scope="session")
-def cluster(tmp_path_factory, config):
-    made = start(tmp_path_factory.mktemp("cluster") / "log", config)
-    try:
-        yield made
-    finally:
-        stop(made)
-        made.remove_files()
-
-
-@pytest.fixture
-def load(bare):
-    body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    return Load({prompt: bare.ask("/v1/completions", body | {"prompt": prompt}).text for prompt in PROMPTS})
-
-
-@pytest.fixture
-def stored(cluster):
-    """Store a document, and check at the end of the test that its id is still known."""
-    assert cluster.ask("/v1/cache/documents", {"prefix": "Read. ", "documents": [DOCUMENT]}).status == 200
-    yield
-    assert cluster.ask("/v1/completions", {"chunks": CHUNKS, "max_tokens": 1}).status == 200, "a stored id is lost"
-    assert [d["id"] for d in cluster.ask("/v1/cache/documents").json["data"]] == ["kept"]
-
-
-def under_load(cluster, load, change, is_done, seconds):
-    """Run 6 clients while `change` takes effect, and hold a request that began before until it has."""
-
-    async def main(session):
-        clients = [asyncio.create_task(load.client(session, seed)) for seed in range(6)]
-
-        async def until(count):
-            while load.outcomes["complete"] < count:
-                await asyncio.sleep(0.05)
-                for client in clients:
-                    assert not client.done(), client.exception()
-
-        await until(20)
-        held, go = await hold(session)
-        began = time.monotonic()
-        await asyncio.to_thread(change)
-        while not await asyncio.to_thread(is_done):
-            assert time.monotonic() - began < seconds, load.outcomes
-            await asyncio.sleep(0.2)
-        print(f"took {time.monotonic() - began:.1f} s, {dict(load.outcomes)}")
-        await until(load.outcomes["complete"] + 20)
-        load.stopped = True
-        await asyncio.gather(*clients)  # every request ends
-        go.set()
-        return (await asyncio.gather(held, return_exceptions=True))[0]
-
-    answer = cluster.run(main)
-    assert not load.wrong
-    return answer
-
-
-async def hold(session):
-    """Send a request but for the end of its body. Return the task of its answer, and the event that ends the body."""
-    body, go, begun = json.dumps(BODY).encode(), asyncio.Event(), asyncio.Event()
-
-    async def parts():
-        yield body[:9]
-        begun.set()
-        await go.wait()
-        yield body[9:]
-
-    headers = {"Content-Type": "application/json", "Content-Length": str(len(body))}
-    timeout = aiohttp.ClientTimeout(total=2 * UPDATE_S)
-
-    async def send():
-        async with session.post("/v1/completions", data=parts(), headers=headers, timeout=timeout) as answer:
-            return Answer(answer.status, answer.headers, await answer.read())
-
-    task = asyncio.create_task(send())
-    await begun.wait()
-    return task, go
 
 
 @pytest.mark.parametrize("case", [case for case in SAME if case != "head of 70 kB"])
@@ -171,49 +76,13 @@ def test_a_changed_user_config_reads_the_keys_again(cluster, config, key_file, l
     try:
         key_file.write_text(keys + "carl:carls-secret-key-of-32-characters\n")
         changed = with_deployments(config, {"Gateway": {"user_config": {"keys": 1}}})
-        held = under_load(cluster, load, lambda: cluster.deploy(changed), is_known, WHOLE_S * 4)
+        held = under_load(cluster, load, [(lambda: cluster.deploy(changed), lambda: is_known)])
     finally:
         key_file.write_text(keys)
     assert held.status == 200
     assert set(load.outcomes) == {"complete"}, load.outcomes
     cluster.wait_until_running()
     assert {d: cluster.replicas_of(d) for d in before} == before
-
-
-def test_a_new_gateway_takes_over_the_stored_documents(cluster, config, load, stored):
-    """The former gateway still answers a request then: it holds neither the update nor the stored documents."""
-    changed = with_deployments(config, {"Gateway": {"ray_actor_options": {"num_cpus": 0.01}}})
-    held = under_load(cluster, load, lambda: cluster.deploy(changed), replaced(cluster, "Gateway"), UPDATE_S)
-    assert held.status == 200
-    assert set(load.outcomes) <= {"complete", "503"}, load.outcomes
-
-
-@pytest.mark.slow
-def test_a_changed_option_replaces_all_replicas(cluster, config, load, stored):
-    changed = copy.deepcopy(config)
-    changed["applications"][0]["args"]["engine"] = ENGINE | {"max_queued_requests": 33}
-    held = under_load(cluster, load, lambda: cluster.deploy(changed), replaced(cluster, "Gateway", "Engine"), UPDATE_S)
-    assert held.status == 200
-    assert set(load.outcomes) <= {"complete", "503"}, load.outcomes
-
-
-def with_deployments(config, options):
-    changed = copy.deepcopy(config)
-    changed["applications"][0]["deployments"] = [{"name": name} | given for name, given in options.items()]
-    return changed
-
-
-def replaced(cluster, *deployments):
-    """Return a function that tells whether the deployments have new replicas alone, and everything serves."""
-    before = {name: cluster.replicas_of(name) for name in deployments}
-
-    def is_done():
-        state = cluster.application()
-        assert state["status"] != "DEPLOY_FAILED", state["message"]
-        new = {name: cluster.replicas_of(name) for name in before}
-        return all(len(new[n]) == len(before[n]) and not new[n] & before[n] for n in before) and cluster.is_whole()
-
-    return is_done
 
 
 def test_a_killed_gateway_comes_back(cluster, load, stored):
@@ -223,7 +92,7 @@ def test_a_killed_gateway_comes_back(cluster, load, stored):
         living = cluster.processes.living("gateway")
         return len(living) == 1 and living != [killed] and cluster.is_whole()
 
-    under_load(cluster, load, lambda: os.kill(killed, signal.SIGKILL), is_done, WHOLE_S * 4)
+    under_load(cluster, load, [(lambda: os.kill(killed, signal.SIGKILL), lambda: is_done)])
     assert set(load.outcomes) <= {"complete", "closed", "503", "500 of HAProxy"}, load.outcomes
 
 

@@ -8,13 +8,11 @@ import time
 import pytest
 
 from tests.ray.cluster import Processes, chunkattn, free_port, wait_for
-from tests.ray.requests import Load, ask
+from tests.ray.conftest import PROMPTS
+from tests.ray.requests import ask
 
 WHOLE_S = 30
 """Seconds until everything serves again. A loaded machine gets a multiple."""
-PROMPTS = [
-    f"{name} is a {job}. What is the job of {name}? Answer:" for name in ("Rumi", "Ada", "Ben") for job in ("poet", "nurse")
-]
 ALLOWED = {
     "replica": {"complete", "error event", "503"},
     "engine": {"complete", "error event", "503"},
@@ -40,9 +38,7 @@ def is_whole(service, kind, count, killed, before):
 
 
 @pytest.mark.parametrize("kind", ["replica", "engine", "gateway"])
-def test_a_death_under_load(kind, replicas, bare):
-    body = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
-    load = Load({prompt: bare.ask("/v1/completions", body | {"prompt": prompt}).text for prompt in PROMPTS})
+def test_a_death_under_load(kind, replicas, load):
     before = replicas.processes.living(kind)
     killed, engines = before[0], generations(replicas)
     document = {"id": f"kept through {kind}".replace(" ", "-"), "text": "Rumi is a poet."}

@@ -9,6 +9,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 
+from chunkattn.integrations.ray.exposure import check_http, http_host
 from chunkattn.integrations.ray.gateway import Ingress, Listening
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions
 from chunkattn.integrations.ray.replica import Replica
@@ -31,9 +32,10 @@ def build(args: dict[str, Any]) -> serve.Application:
         args: see `chunkattn.integrations.ray.options.AppOptions`.
 
     Raises:
-        ConfigError: an option is unknown or invalid.
+        ConfigError: an option is unknown or invalid, or everybody could use the model.
     """
     options = AppOptions.of(args)
+    check_http(options.server_config, http_host(), allowed=options.allow_unauthenticated)
     gateway = serve.deployment(Ingress).options(
         name="Gateway",
         num_replicas=options.gateways,

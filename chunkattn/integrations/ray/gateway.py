@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from chunkattn.gateway.app import Gateway
+from chunkattn.integrations.ray.exposure import ANY, check_http, http_host, warn_of_open_ports
 from chunkattn.integrations.ray.handover import Handover, open_records
 from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
@@ -69,8 +71,10 @@ class Ingress(_Served):
     """
 
     async def __init__(self, engine: DeploymentHandle[Any], args: Mapping[str, Any]) -> None:  # type: ignore[misc]
-        config = ServerConfig(**AppOptions.of(args).server)
-        await self._open(engine, args, replace(config, host="0.0.0.0"))  # clients name the host of HAProxy
+        options, host = AppOptions.of(args), await asyncio.to_thread(http_host)
+        check_http(options.server_config, host, allowed=options.allow_unauthenticated)
+        await self._open(engine, args, replace(options.server_config, host=host or ANY))  # clients name the host of HAProxy
+        warn_of_open_ports(ray.util.get_node_ip_address())
 
     def __serve_build_asgi_app__(self) -> Any:
         """Return the application. Ray calls this method; an application given to `ingress` would be pickled."""

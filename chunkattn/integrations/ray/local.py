@@ -216,8 +216,7 @@ def _set_environment(config: ServerConfig, folder: str) -> None:
     os.environ.update(environment(config.max_body_bytes, haproxy=False))
     os.environ |= {
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # the node's address is 127.0.0.1
-        "RAY_AUTH_MODE": "token",  # for the ports of replicas, which Ray opens on all interfaces
-        "RAY_AUTH_TOKEN": token_hex(32),
+        "RAY_AUTH_TOKEN": token_hex(32),  # for the ports of replicas, which Ray opens on all interfaces
         "RAY_TMPDIR": folder,
         "RAY_DEDUP_LOGS": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # else processes without an accelerator see none

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from threading import Lock
 from typing import Any
 
-from chunkattn.gateway.replicas import ReplicaGoneError
+from chunkattn.gateway.replicas import NotSentError
 
 
 class Ticket:
@@ -22,7 +22,7 @@ class Ticket:
 
         def tell() -> None:
             if not self.gone.done():
-                self.gone.set_exception(ReplicaGoneError(f"the replica {self.name} is gone"))
+                self.gone.set_exception(NotSentError(f"the replica {self.name} is gone"))
                 self.gone.exception()  # marks the exception as retrieved: the caller may have left
 
         loop.call_soon_threadsafe(tell)
@@ -57,11 +57,11 @@ class Membership:
         """Note a call that waits for a replica.
 
         Raises:
-            ReplicaGoneError: the replica is gone already.
+            NotSentError: the replica is gone already.
         """
         with self._lock:
             if ticket.name not in self._names:
-                raise ReplicaGoneError(f"the replica {ticket.name} is gone")
+                raise NotSentError(f"the replica {ticket.name} is gone")
             self._waiting[ticket.name][number] = ticket
 
     def settle(self, name: str, number: int) -> None:

@@ -48,6 +48,7 @@ class AppOptions:
         replicas: number of replicas, or a mapping with the fields of Ray Serve's `autoscaling_config`.
         gateways: number of gateways.
         ray_actor_options: resources of one replica, such as `{"num_gpus": 1}`.
+        allow_unauthenticated: start without an API key although the HTTP port is open to other machines.
     """
 
     engine: Mapping[str, Any] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class AppOptions:
     replicas: int | Mapping[str, Any] = 2
     gateways: int = 1
     ray_actor_options: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
+    allow_unauthenticated: bool = False
 
     def __post_init__(self) -> None:
         for name in ("engine", "server", "gateway", "ray_actor_options"):
@@ -64,6 +66,8 @@ class AppOptions:
         if not isinstance(self.replicas, Mapping):
             _check_count("replicas", self.replicas)
         _check_count("gateways", self.gateways)
+        if not isinstance(self.allow_unauthenticated, bool):
+            raise ConfigError(f"allow_unauthenticated must be true or false, got {self.allow_unauthenticated!r}")
         for part, cls, elsewhere in (("server", ServerConfig, ELSEWHERE), ("gateway", GatewayOptions, _NOT_HERE)):
             given, known = getattr(self, part), [name for name in options_of(cls) if name not in elsewhere]
             for name in given.keys() & elsewhere.keys():
@@ -149,7 +153,7 @@ def environment(
     first_port: int = 8400,
     drain_s: float = 5.0,
 ) -> dict[str, str]:
-    """Return the environment variables that every node needs before Ray starts there.
+    """Return the environment variables that every node needs before Ray starts there. The token itself is not among them.
 
     Args:
         max_body_bytes: the server's option.
@@ -160,6 +164,7 @@ def environment(
         drain_s: seconds that a gateway being stopped stays reachable, so that HAProxy's processes learn of it.
     """
     made = {**_SINGLE_LOOP, _MESSAGE: str(max_body_bytes + _MESSAGE_OVERHEAD), "RAY_USAGE_STATS_ENABLED": "0"}
+    made["RAY_AUTH_MODE"] = "token"
     if not haproxy:
         return made | {_HAPROXY: "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
     folder = Path(run_folder or "/tmp/haproxy-serve")

@@ -28,6 +28,8 @@ _HIGH_WATER = 1 << 16
 _ABORT_S = 5.0
 """Seconds that the application has to end a request whose client has left."""
 
+_POLL_S = 0.1
+
 NOT_STARTED = "the engine did not start: "
 """Text before the reason why a replica could not start."""
 
@@ -61,7 +63,21 @@ class Replica(ReloadsKeys):
             raise EngineDeadError(f"{NOT_STARTED}{error}") from None
         self._app = create_app(self.llm, config)
         self._state = self._app.state.server
+        await self._wait_until_ready()
         self.start_reloading(self._state.keys, self._state.documents.delete_owned)
+
+    async def _wait_until_ready(self) -> None:
+        """Wait until the application takes requests. Ray stops a former replica as soon as this constructor has returned.
+
+        Raises:
+            EngineDeadError: the engine has failed meanwhile.
+        """
+        while self._state.probe(warm=False) != "ready":
+            try:
+                await self.check_health()
+            except EngineDeadError as error:
+                raise EngineDeadError(f"{NOT_STARTED}{error}") from None
+            await asyncio.sleep(_POLL_S)
 
     async def ready_name(self) -> str | None:
         """Return the name of the model once the application is ready, and warm with `ready_when_warm`; None before."""
