@@ -22,7 +22,8 @@ from chunkattn.errors import ConfigError, RequestError, shown
 from chunkattn.focus import FocusLike
 from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
-from chunkattn.parsers.arguments import as_list, check_template_options, one_each
+from chunkattn.parsers.arguments import as_list, chat_options, one_each
+from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
@@ -161,16 +162,21 @@ class Frontend:
         Args:
             messages: conversation or list of conversations.
             documents: see `LLM.chat`.
-            template_options: options of the chat template.
+            template_options: variables of the chat template and arguments of `chat_options`.
             focus: focus of every conversation.
 
         Raises:
-            RequestError: as `parse`.
+            RequestError: as `parse`, or the template or an argument is malformed.
         """
         self.limits.check_generates()
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
-        options = check_template_options(template_options)
+        options = chat_options(template_options)
+        if (given := options.get("chat_template")) is not None and self.tokenizer is not None:
+            try:
+                options["chat_template"] = own_template(self.tokenizer, given)
+            except ConfigError as error:
+                raise RequestError(str(error), param="chat_template") from None
         return [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
+from jinja2 import TemplateSyntaxError
+
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.parsers.template_clock import fixed_clock
 
@@ -44,6 +46,27 @@ def load_chat_template(given: str, names: Mapping[str, str] | None = None) -> st
         listed = f" Its own templates are {', '.join(sorted(names))}." if names else ""
         text = f"chat_template must be a file or a Jinja template, and {given[:200]!r} is neither: {error}.{listed}"
         raise ConfigError(text) from None
+
+
+def own_template(tokenizer: Any, given: str) -> str:
+    """Return the text of a template that takes the place of a tokenizer's own.
+
+    Args:
+        tokenizer: the tokenizer.
+        given: see `load_chat_template`.
+
+    Raises:
+        ConfigError: as `load_chat_template`, or the text has a fault of syntax.
+    """
+    names = getattr(tokenizer, "chat_template", None)
+    text = load_chat_template(given, names if isinstance(names, dict) else None)
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=text, tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(f"chat_template has a fault in line {error.lineno}: {error.message}") from None
+    except Exception:  # templates are programs, and may want other messages
+        pass
+    return text
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:

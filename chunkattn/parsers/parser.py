@@ -180,7 +180,7 @@ class PromptParser:
         if documents is not None:
             self._check_documents(documents)
         # Without documents there is nothing to put in front of the first user message, and it may be missing.
-        is_cut = documents is not None and (len(documents) > 0 or any(m.get("role") == "user" for m in messages))
+        is_cut = documents is not None and (len(documents) > 0 or _has_user(messages))
         pieces = self._pieces(messages, template_options, "messages", is_cut=is_cut, with_history=given is not None)
         if documents is None or not is_cut:
             layout = self._layout([], [], self._plain.fill(pieces.question, "messages", "messages"), _CHAT_NAMES)
@@ -413,6 +413,10 @@ class PromptParser:
         if not question:
             raise RequestError("the question is empty", param=names.question)
         return make_layout(prefix, chunks, question, self.strategy, self.gap)
+
+
+def _has_user(messages: Sequence[Any]) -> bool:
+    return any(isinstance(message, Mapping) and message.get("role") == "user" for message in messages)
 
 
 def _check_unicode(messages: Sequence[Mapping[str, Any]]) -> None:

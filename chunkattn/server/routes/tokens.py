@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions, TokenIds
+from chunkattn.server.protocol.base import Body, CacheSalt, Rendered, TokenIds
 from chunkattn.server.protocol.generation import Chunks, Messages, named_documents
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
 
@@ -22,14 +22,12 @@ _VALUES_PER_TOKEN = 6
 """Values of a token in an answer of `/inspect`."""
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Rendered):
     """Text or conversation to tokenize."""
 
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateOptions
     return_token_strs: bool = False
 
 
@@ -63,8 +61,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: State, caller: C
 
     def ids() -> list[int]:
         if body.messages is not None:
-            options = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
-            parsed = parser.parse_chat([m.plain() for m in body.messages], **options)
+            parsed = parser.parse_chat([m.plain() for m in body.messages], **body.template_options())
             return [int(t) for t in parsed.layout.token_ids]
         text = body.prompt or ""
         return parser.text(text) if body.add_special_tokens else parser.prompts(text, param="prompt")
