@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +22,9 @@ Form = Literal["string", "parts"]
 _JINJA = frozenset("{}\n")
 """Characters one of which a template has, and the name of a file seldom."""
 _MAX_KNOWN = 1024
-_readable: dict[tuple[str, str, Form], bool] = {}
-"""Whether a template shows contents of a role in a form, by template, role and form; at most `_MAX_KNOWN` entries."""
+_readable: dict[tuple[str, str], frozenset[Form]] = {}
+"""Forms of contents that a template shows, by template and role; at most `_MAX_KNOWN` entries."""
+_NUM_PLACES = 4
 
 
 def load_chat_template(given: str, names: Mapping[str, str] | None = None) -> str:
@@ -152,45 +153,49 @@ class ChatTemplate:
 
     def _reads(self, role: str, form: Form) -> bool:
         """Return whether the template shows a role's content in a form: short conversations with a mark tell."""
-        place = (self.text, role, form)
+        place = (self.text, role)
         if (known := _readable.get(place)) is None:
             if len(_readable) >= _MAX_KNOWN:
                 _readable.clear()
-            known = _readable[place] = self._shows(role, form)
-        return known
+            known = _readable[place] = self._shown(role)
+        return form in known
 
-    def _shows(self, role: str, form: Form) -> bool:
-        mark, key = (str(uuid4().int) for _ in range(2))
-        # A template that writes a list of parts as JSON, or as Python does, shows the key.
-        content = mark if form == "string" else [{**_part(mark), key: ""}]
+    def _shown(self, role: str) -> frozenset[Form]:
         user = {"role": "user", "content": "x"}
         if role != "user":
             user = self.shaped(user)
+        # The first conversation in which the template shows either form judges both, for it may treat the role otherwise elsewhere.
+        for place in range(_NUM_PLACES):
+            forms: list[Form] = ["string", "parts"]
+            if found := frozenset(form for form in forms if self._shows(role, form, user, place)):
+                return found
+        return frozenset()
+
+    def _shows(self, role: str, form: Form, user: Mapping[str, Any], place: int) -> bool:
+        mark, key = (str(uuid4().int) for _ in range(2))
+        # A template that writes a list of parts as JSON, or as Python does, shows the key.
+        content = mark if form == "string" else [{**_part(mark), key: ""}]
         options = {name: value for name, value in self._options.items() if name != "continue_final_message"}
-        for conversation in _conversations({"role": role, "content": content}, user):
-            try:
-                text = self._apply(conversation, options)
-            except Exception:  # the next conversation may be one that the template takes
-                continue
-            if mark in text:
-                return key not in text
-        return False
+        try:
+            text = self._apply(_conversation({"role": role, "content": content}, user, place), options)
+        except Exception:  # templates are programs and may raise anything
+            return False
+        return mark in text and key not in text
 
 
 def _part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
 
 
-def _conversations(message: Mapping[str, Any], user: Mapping[str, Any]) -> Iterator[list[Mapping[str, Any]]]:
-    """Yield conversations with a message in places that templates take it in."""
+def _conversation(message: Mapping[str, Any], user: Mapping[str, Any], place: int) -> list[Mapping[str, Any]]:
+    """Return a conversation with a message in one of `_NUM_PLACES` places, the likeliest for its role first."""
     role = message["role"]
     if role in ("tool", "function"):
         call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-        answer = {**message, "tool_call_id": call["id"], "name": "f"}
-        yield [user, {"role": "assistant", "content": "", "tool_calls": [call]}, answer]
-    elif role not in ("user", "assistant"):
-        yield [message, user]
-    if role != "user":
-        yield [user, message]
-        yield [user, message, user]
-    yield [message]
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        message = {**message, "tool_call_id": call["id"], "name": "f"}
+        return [[user, calling, message], [user, message], [user, message, user], [message]][place]
+    if role == "user":
+        return [message]
+    behind, before = [user, message], [message, user]
+    return [*([behind, before] if role == "assistant" else [before, behind]), [user, message, user], [message]][place]

@@ -91,7 +91,8 @@ class Answer(ABC):
         Raises:
             ApiError: 400, prompts x samples x tokens x log-probabilities exceed `max_answer_values`.
         """
-        self.state.check_answer_values(self.answer_values, "tokens, samples or log-probabilities", "logprobs")
+        name = "prompt_logprobs" if self.params.logprobs is None else "logprobs"
+        self.state.check_answer_values(self.answer_values, f"tokens, samples or log-probabilities ({name})", name)
 
     @property
     def answer_values(self) -> int:

@@ -10,16 +10,21 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from chunkattn.async_llm import AsyncLLM
+from chunkattn.gateway.app import _KNOWN
+from chunkattn.gateway.document_ids import _CHUNKS, _DOCUMENTS, _PAIRS, _RANKED
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
 from chunkattn.routing.keys import _ROUTES, MAX_PIECES, Keys, keys_of
+from chunkattn.server.app import create_app
 from chunkattn.server.protocol.decisions import DecisionsBody
 from chunkattn.server.protocol.documents import CacheBody
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.protocol.scoring import RerankBody, ScoreBody
 
 SEP = " # # "
+_WITH_IDS = (_CHUNKS, _DOCUMENTS, _PAIRS, _RANKED)
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
 QUESTIONS = [{"type": "predicate", "instructions": "Is it late?"}]
 LONG = "".join(random.Random(0).choices("abcdefgh ", k=5000))
@@ -334,3 +339,18 @@ def test_a_request_of_too_many_pieces_has_no_keys(path):
 
     assert len(keys(MAX_PIECES - 1).pieces) >= MAX_PIECES - 1
     assert keys(MAX_PIECES + 1) == Keys()
+
+
+def test_the_routes_of_the_server_are_known():
+    """All paths of one route have one reader of bodies, and a label and the ids of stored documents at the gateway."""
+    paths = {}
+    for route in create_app(AsyncLLM()).routes:
+        if "POST" in (getattr(route, "methods", None) or ()):
+            paths.setdefault(route.endpoint, []).append(route.path)
+    read = [group for group in paths.values() if {*group} & {*_ROUTES}]
+    assert {*_ROUTES} == {path for group in read for path in group}
+    assert all(len({_ROUTES[path] for path in group}) == 1 for group in read)
+    for group in ({*group} for group in paths.values() if len(group) > 1):
+        for known in (_KNOWN, *_WITH_IDS):
+            assert group <= {*known} or not group & {*known}
+    assert {"/v1/reranking", "/reranking"} <= {*_KNOWN} & {*_RANKED} & {*_ROUTES}

@@ -51,7 +51,10 @@ async def _first_labels(body: GenerativeScoringBody, items: Any, state: ServerSt
 async def score(body: ScoreBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Score items by the probability of labels after query and item, or pairs of texts by their relevance."""
     _check(state, body)
-    return await unless_gone(request, _scored(body, state, caller))
+    try:
+        return await unless_gone(request, _scored(body, state, caller))
+    except (ApiError, RequestError) as error:
+        raise body.own_error(error) from None
 
 
 async def _scored(body: ScoreBody, state: ServerState, caller: Caller) -> Response:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
+from chunkattn.errors import RequestError
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.errors import ApiError
@@ -39,6 +40,8 @@ class DetokenizeBody(Body):
 
 class InspectBody(Body):
     """Prompt in the formats of `/v1/completions`."""
+
+    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
 
     prompt: str | TokenIds = ""
     chunks: Chunks | None = None
@@ -114,7 +117,10 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
     caller.take(1)
     values = _VALUES_PER_TOKEN * min(_MAX_SHOWN_TOKENS, state.llm.frontend.parser.max_tokens or _MAX_SHOWN_TOKENS)
     answer = partial(_inspected, state, prompt, body.chunk_aware, body.add_special_tokens)
-    return await unless_gone(request, json_answer(state, caller, answer, values, in_thread=True))
+    try:
+        return await unless_gone(request, json_answer(state, caller, answer, values, in_thread=True))
+    except (ApiError, RequestError) as error:
+        raise body.own_error(error) from None
 
 
 def _check_shown(tokens: int, param: str) -> None:
