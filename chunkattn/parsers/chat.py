@@ -40,10 +40,10 @@ def split_chat(
     messages: Sequence[Mapping[str, Any]],
     control: ControlTokens,
     is_trusted: Callable[[Any], bool],
+    template_options: Mapping[str, Any],
     *,
     is_cut: bool = True,
     with_history: bool = False,
-    **template_options: Any,
 ) -> ChatPieces:
     """Render the chat template at one time, and cut the text where the first user message's content begins.
 
@@ -52,9 +52,9 @@ def split_chat(
         messages: messages of the conversation.
         control: tokens that untrusted contents must not become.
         is_trusted: function that returns whether the contents of a role may become control tokens.
+        template_options: variables of the template.
         is_cut: whether to cut the text. A text that is not cut needs no user message.
         with_history: whether to find where the last user message's content begins.
-        **template_options: variables of the template.
 
     Raises:
         RequestError: a message is malformed, there is no usable template, the template changes contents that hold a control

@@ -164,7 +164,7 @@ class ChatTemplate:
         user = {"role": "user", "content": "x"}
         if role != "user":
             user = self.shaped(user)
-        # The first conversation in which the template shows either form judges both, for it may treat the role otherwise elsewhere.
+        # The first conversation in which the template shows either form judges both; in later ones it may treat roles alike.
         for place in range(_NUM_PLACES):
             forms: list[Form] = ["string", "parts"]
             if found := frozenset(form for form in forms if self._shows(role, form, user, place)):

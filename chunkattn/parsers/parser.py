@@ -210,7 +210,7 @@ class PromptParser:
         _check_unicode(messages)
         self.encode.check_length(text_of(messages), "the text of all messages", param)
         tokenizer, special, how = self.encode.tokenizer, self.encode.special, {"is_cut": is_cut, "with_history": with_history}
-        return split_chat(tokenizer, messages, special, self._is_trusted, **how, **template_options)
+        return split_chat(tokenizer, messages, special, self._is_trusted, template_options, **how)
 
     def _is_trusted(self, role: Any) -> bool:
         """Return whether contents of this role may become special tokens."""

@@ -178,7 +178,7 @@ def _chat(pieces: _Pieces, body: Mapping[str, Any]) -> None:
     if not documents:
         pieces.chain(_template(body), map(_message, messages))
         return
-    first = next(n for n, message in enumerate(messages) if message.get("role") == "user")
+    first = [message.get("role") for message in messages].index("user")
     start = pieces.chain(_template(body), map(_message, messages[:first]))
     behind = pieces.documents(start, _listed(documents))
     *earlier, last = map(_message, messages[first:])

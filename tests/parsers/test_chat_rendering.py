@@ -118,6 +118,15 @@ def test_a_decision_shows_a_fixed_time(tokenizer):
     assert before == "2024-07-26 00:00:00.000000[user]"
 
 
+def test_a_decision_is_rendered_in_the_form_that_the_template_reads(tokenizer):
+    plain = PlainEncoder(PartEncoder(tokenizer))
+    tokenizer.chat_template = PARTS_ONLY
+    made = StateTemplate(plain, "Be kind.")
+    assert (made.before, made.after) == ("[system](Be kind.)[user](", ")[assistant]")
+    tokenizer.chat_template = EITHER
+    assert StateTemplate(plain, "Be kind.").before == "[system]Be kind.[user]"
+
+
 # Contents
 
 PARTS_ONLY = (

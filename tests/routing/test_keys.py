@@ -341,6 +341,22 @@ def test_a_request_of_too_many_pieces_has_no_keys(path):
     assert keys(MAX_PIECES + 1) == Keys()
 
 
+def test_a_chat_without_a_user_message():
+    """It has no keys with documents, which is the replica's error, and is a plain prompt without."""
+    body = {"messages": [SYSTEM | {"content": LONG}]}
+    assert keys_of("/v1/chat/completions", {**body, "documents": ["Figs."]}) == Keys()
+    assert keys_of("/v1/chat/completions", body).pieces
+
+
+def test_an_effort_is_a_variable_of_the_template():
+    body = {"messages": [SYSTEM | {"content": LONG}, USER], "documents": ["Figs."]}
+    plain, high, named = (
+        keys_of("/v1/chat/completions", body | own)
+        for own in ({}, {"reasoning_effort": "high"}, {"chat_template_kwargs": {"reasoning_effort": "high"}})
+    )
+    assert plain != high == named
+
+
 def test_the_routes_of_the_server_are_known():
     """All paths of one route have one reader of bodies, and a label and the ids of stored documents at the gateway."""
     paths = {}

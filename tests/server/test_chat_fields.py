@@ -1,12 +1,15 @@
 """Fields that decide how a chat is rendered: over HTTP, in Python, and at `/tokenize`."""
 
+import inspect
 import json
 from typing import get_args
 
 import pytest
 from openai.types.shared import ReasoningEffort
+from transformers import PreTrainedTokenizerBase
 
 from chunkattn.errors import RequestError
+from chunkattn.parsers import PromptParser
 
 pytest_plugins = ["tests.told_engine"]
 
@@ -103,6 +106,17 @@ def test_refused(post, writer, template, body, param):
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
     assert not writer.requests
+
+
+@pytest.mark.parametrize("call", [PreTrainedTokenizerBase.apply_chat_template, PromptParser.parse_chat, PromptParser._pieces])
+def test_arguments_are_no_variables(post, template, call):
+    """Those of the calls that render a template; other names, even those of functions within, are variables."""
+    names = [name for name, p in inspect.signature(call).parameters.items() if p.kind != p.VAR_KEYWORD]
+    for name in names:
+        error = post(CHAT, {"messages": [USER], "chat_template_kwargs": {name: True}}).json().get("error")
+        assert error is None if name in ("param", "is_cut", "with_history") else error["param"] == "chat_template_kwargs", name
+    for name in ("control", "is_trusted", "now", "strftime_now", "chunkattn_times", "loop", "caller", "kwargs", "args"):
+        assert post(CHAT, {"messages": [USER], "chat_template_kwargs": {name: True}, "max_tokens": 2}).status_code == 200, name
 
 
 def test_every_effort_of_openai(post, writer, demo, template):
