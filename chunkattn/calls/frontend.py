@@ -103,6 +103,7 @@ class Frontend:
             RequestError: as `StateTemplate`.
             NotRenderedError: as `StateTemplate`.
         """
+        template_options = self.template_options(template_options)
         try:
             key = json.dumps([system, template_options], sort_keys=True)
         except (TypeError, ValueError, RecursionError):  # values that are no JSON
@@ -112,6 +113,23 @@ class Frontend:
         while len(self._labels) > _MAX_TEMPLATES:
             self._labels.popitem(last=False)
         return found
+
+    def template_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the variables of a chat template, with the text of a template that the caller names.
+
+        Args:
+            given: argument `chat_template_kwargs` of the caller.
+
+        Raises:
+            RequestError: an argument is malformed, or the template is (see `own_template`).
+        """
+        options = chat_options(given)
+        if (own := options.get("chat_template")) is not None and self.tokenizer is not None:
+            try:
+                options["chat_template"] = own_template(self.tokenizer, own)
+            except ConfigError as error:
+                raise RequestError(str(error), param="chat_template") from None
+        return options
 
     def connect(self, limits: EngineLimits) -> None:
         """Store the limits of an engine with an empty cache."""
@@ -171,12 +189,7 @@ class Frontend:
         self.limits.check_generates()
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
-        options = chat_options(template_options)
-        if (given := options.get("chat_template")) is not None and self.tokenizer is not None:
-            try:
-                options["chat_template"] = own_template(self.tokenizer, given)
-            except ConfigError as error:
-                raise RequestError(str(error), param="chat_template") from None
+        options = self.template_options(template_options)
         return [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
 
 

@@ -190,12 +190,11 @@ def _part(text: str) -> dict[str, str]:
 def _conversation(message: Mapping[str, Any], user: Mapping[str, Any], place: int) -> list[Mapping[str, Any]]:
     """Return a conversation with a message in one of `_NUM_PLACES` places, the likeliest for its role first."""
     role = message["role"]
-    if role in ("tool", "function"):
-        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
-        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        message = {**message, "tool_call_id": call["id"], "name": "f"}
-        return [[user, calling, message], [user, message], [user, message, user], [message]][place]
     if role == "user":
         return [message]
-    behind, before = [user, message], [message, user]
-    return [*([behind, before] if role == "assistant" else [before, behind]), [user, message, user], [message]][place]
+    likeliest = [user, message] if role == "assistant" else [message, user]
+    if role in ("tool", "function"):
+        call = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {}}}
+        message = {**message, "tool_call_id": call["id"], "name": "f"}
+        likeliest = [user, {"role": "assistant", "content": "", "tool_calls": [call]}, message]
+    return [likeliest, [user, message], [user, message, user], [message]][place]

@@ -10,18 +10,17 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from chunkattn.async_llm import AsyncLLM
 from chunkattn.gateway.app import _KNOWN
 from chunkattn.gateway.document_ids import _CHUNKS, _DOCUMENTS, _PAIRS, _RANKED
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
 from chunkattn.routing.keys import _ROUTES, MAX_PIECES, Keys, keys_of
-from chunkattn.server.app import create_app
 from chunkattn.server.protocol.decisions import DecisionsBody
 from chunkattn.server.protocol.documents import CacheBody
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.protocol.scoring import RerankBody, ScoreBody
+from chunkattn.server.routes import decisions, documents, generation, scoring, systemone, tokens
 
 SEP = " # # "
 _WITH_IDS = (_CHUNKS, _DOCUMENTS, _PAIRS, _RANKED)
@@ -360,9 +359,10 @@ def test_an_effort_is_a_variable_of_the_template():
 def test_the_routes_of_the_server_are_known():
     """All paths of one route have one reader of bodies, and a label and the ids of stored documents at the gateway."""
     paths = {}
-    for route in create_app(AsyncLLM()).routes:
-        if "POST" in (getattr(route, "methods", None) or ()):
-            paths.setdefault(route.endpoint, []).append(route.path)
+    for module in (decisions, documents, generation, scoring, systemone, tokens):
+        for route in module.router.routes:
+            if "POST" in route.methods:
+                paths.setdefault(route.endpoint, []).append(route.path)
     read = [group for group in paths.values() if {*group} & {*_ROUTES}]
     assert {*_ROUTES} == {path for group in read for path in group}
     assert all(len({_ROUTES[path] for path in group}) == 1 for group in read)
