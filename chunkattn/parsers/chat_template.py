@@ -108,7 +108,7 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], now: datetime | None = None) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._own = tokenizer, dict[str, Any]()
         self._options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
         try:
             self.text = str(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
@@ -116,6 +116,8 @@ class ChatTemplate:
             self.text = ""
             return
         own, variables = fixed_clock(self.text, now or datetime.now())
+        # Of the options these alone decide what is known of the template: one request's variables must not for all others.
+        self._own = {"add_generation_prompt": True, "chat_template": own, **variables}
         self._options |= {"chat_template": own, **variables}
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -175,9 +177,8 @@ class ChatTemplate:
         mark, key = (str(uuid4().int) for _ in range(2))
         # A template that writes a list of parts as JSON, or as Python does, shows the key.
         content = mark if form == "string" else [{**_part(mark), key: ""}]
-        options = {name: value for name, value in self._options.items() if name != "continue_final_message"}
         try:
-            text = self._apply(_conversation({"role": role, "content": content}, user, place), options)
+            text = self._apply(_conversation({"role": role, "content": content}, user, place), self._own)
         except Exception:  # templates are programs and may raise anything
             return False
         return mark in text and key not in text

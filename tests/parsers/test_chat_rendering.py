@@ -206,6 +206,14 @@ def test_contents_have_the_form_that_the_template_reads(tokenizer, template, con
         assert rendered(tokenizer, source, given, documents) == witness(tokenizer, read), role
 
 
+def test_variables_of_one_request_decide_nothing_for_others(tokenizer):
+    """The first request has the template raise an exception."""
+    template = "{% if wrong %}{{ raise_exception('wrong') }}{% endif %}" + PARTS_ONLY
+    with pytest.raises(RequestError, match="wrong"):
+        rendered(tokenizer, template, said("user Hello."), wrong=True)
+    assert rendered(tokenizer, template, said("user Hello.")) == "[user](Hello.)[assistant]"
+
+
 def test_control_tokens_in_parts_stay_text(tokenizer):
     """Each token is a byte here, but for the control token."""
     control = tokenizer.convert_tokens_to_ids("<|end|>")
