@@ -110,7 +110,7 @@ def test_refused(post, writer, template, body, param):
 
 @pytest.mark.parametrize("call", [PreTrainedTokenizerBase.apply_chat_template, PromptParser.parse_chat, PromptParser._pieces])
 def test_arguments_are_no_variables(post, template, call):
-    """Those of the calls that render a template; other names, even those of functions within, are variables."""
+    """Names of arguments of the calls that render a template are refused; all other names are variables."""
     names = [name for name, p in inspect.signature(call).parameters.items() if p.kind != p.VAR_KEYWORD]
     for name in names:
         error = post(CHAT, {"messages": [USER], "chat_template_kwargs": {name: True}}).json().get("error")

@@ -63,7 +63,7 @@ MORE = [
 
 
 def test_every_other_name_is_tested():
-    """Of every body: a new one comes into this table."""
+    """A new name of an argument comes into this table."""
 
     def bodies(cls):
         return {cls}.union(*map(bodies, cls.__subclasses__()))
