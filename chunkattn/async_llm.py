@@ -31,7 +31,7 @@ from chunkattn.models.loader import open_files
 from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
-from chunkattn.parsers.arguments import as_list
+from chunkattn.parsers.arguments import as_list, chat_options
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.inflight import InflightRequests
@@ -246,6 +246,9 @@ class AsyncLLM:
         timeout: float | None = None,
         final_only: bool = False,
         snapshots: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation, and yield outputs as `generate` does.
@@ -261,16 +264,21 @@ class AsyncLLM:
             timeout: see `generate`.
             final_only: see `generate`.
             snapshots: see `generate`.
-            chat_template_kwargs: options of the chat template.
+            chat_template: see `LLM.chat`.
+            add_generation_prompt: see `LLM.chat`.
+            continue_final_message: see `LLM.chat`.
+            chat_template_kwargs: variables of the chat template.
 
         Raises:
-            RequestError: the conversation has no user message, the chat template is missing or unusable, or as `generate`.
+            RequestError: the chat template is missing or unusable, documents have no user message to stand before, or as
+                `generate`.
             NotRenderedError: the chat template leaves out a message or a part of it.
             ChunkAttnError: as `generate`.
         """
 
         def make() -> GenerateJob:
-            parsed = self.frontend.parse_chat([as_list(messages, "messages")], documents, chat_template_kwargs, focus)
+            options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
+            parsed = self.frontend.parse_chat([as_list(messages, "messages")], documents, options, focus)
             return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
 
         return self._generate(make, request_id, timeout, snapshots)

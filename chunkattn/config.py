@@ -57,6 +57,8 @@ class EngineConfig:
         document_template: text of a document's chunk, with `{document}` once where the document's text goes. The engine adds it
             to documents given as text, and to nothing else. By default the checkpoint's own (`document_template` in
             `tokenizer_config.json`), or else `"Document: {document}"` and a blank line.
+        chat_template: chat template in place of the tokenizer's own: a file, the name of one of the tokenizer's templates, or
+            the template itself.
         rerank_template: template of reranks that name none: `"generic"`, `"qwen3-reranker"`, `"mxbai-rerank-v2"`, `"plain"`, or
             a text with `{query}` and `{document}`. By default the checkpoint's own, or else `"generic"`.
         special_tokens_in_documents: let the text of a special token become that token in chunks, documents, user and tool
@@ -130,6 +132,7 @@ class EngineConfig:
     enable_chunk_aware: bool = False
     chunk_separator: str = " # # "
     document_template: str | None = None
+    chat_template: str | None = None
     rerank_template: str | None = None
     special_tokens_in_documents: bool = False
     special_tokens_in_prompts: bool = True
@@ -277,6 +280,8 @@ def split_document_template(template: str) -> tuple[str, str]:
     return before, after
 
 
+_LOWEST_SEED = -(2**63)
+
 # Python's own types come first: a check against an abstract class takes ten times as long, and a request makes thirty.
 _INTEGERS, _NUMBERS = (int, Integral), (float, int, Real)
 
@@ -288,7 +293,8 @@ def _whole(name: str, value: Any, low: int) -> int:
         RequestError: `value` is not an integer (bools are refused), is below `low`, or has more than 64 bits.
     """
     if not isinstance(value, _INTEGERS) or isinstance(value, bool) or not low <= int(value) < 2**63:
-        raise RequestError(f"{name} must be an integer at least {low}, got {value!r}", param=name)
+        limits = f"at least {low}" if low > _LOWEST_SEED else "of 64 bits"
+        raise RequestError(f"{name} must be an integer {limits}, got {value!r}", param=name)
     return int(value)
 
 
@@ -373,8 +379,8 @@ class SamplingParams:
         top_p: probability mass; sampling keeps the smallest set of tokens that reaches it.
         top_k: number of likeliest tokens that sampling keeps; 0 or -1 keeps all.
         min_p: share of the likeliest token's probability below which sampling drops a token.
-        seed: seed that makes samples reproducible under any load; None derives one from the engine's seed and the number
-            of earlier requests.
+        seed: seed that makes samples reproducible under any load, any integer of 64 bits; None or -1 derives one from the
+            engine's seed and the number of earlier requests.
         repetition_penalty: divisor of positive logits, and factor of negative logits, for tokens in prompt or output.
         presence_penalty: value subtracted once from the logits of tokens in the output.
         frequency_penalty: value subtracted per occurrence in the output.
@@ -428,9 +434,11 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
-        for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", 0)):
+        for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", _LOWEST_SEED)):
             if getattr(self, name) is not None:
                 checked[name] = _whole(name, getattr(self, name), low)
+        if checked.get("seed") == -1:
+            checked["seed"] = None
         stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop, MAX_STOP_STRINGS)
         for place, text in enumerate(stop):
             if not isinstance(text, str) or not text:

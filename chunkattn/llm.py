@@ -27,6 +27,7 @@ from chunkattn.focus import FocusLike
 from chunkattn.models.loader import open_files
 from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
+from chunkattn.parsers.arguments import chat_options
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 
 T = TypeVar("T")
@@ -134,6 +135,9 @@ class LLM:
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many.
@@ -148,14 +152,20 @@ class LLM:
             cache_salt: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
+            chat_template: chat template in place of the tokenizer's own: a file, or the template itself.
+            add_generation_prompt: whether the prompt ends with the beginning of an answer; None says so unless the last message
+                is continued.
+            continue_final_message: whether the prompt ends with the content of the last message, which the model continues.
             chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
 
         Raises:
-            RequestError: a conversation has no user message, the chat template is missing or unusable, or as `generate`.
+            RequestError: the chat template is missing or unusable, documents have no user message to stand before, or as
+                `generate`.
             NotRenderedError: the chat template leaves out a message or a part of it.
             EngineError: a step failed.
         """
-        parsed = self.frontend.parse_chat(messages, documents, chat_template_kwargs, focus)
+        options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
+        parsed = self.frontend.parse_chat(messages, documents, options, focus)
         return self.run(generate_batch(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
 
     # The cache

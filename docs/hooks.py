@@ -319,7 +319,6 @@ _MEANINGS = {
     "algorithm": "Name of a scoring algorithm; by default the engine's `score_algorithm`.",
     "include_stop_str_in_output": "Leave the stop string in the text.",
     "chat_template_kwargs": "Variables of the chat template.",
-    "add_generation_prompt": "End the prompt with the beginning of the answer.",
     "ChatBody.logprobs": "Whether log-probabilities are returned.",
     "ChatBody.top_logprobs": "Number of likeliest tokens at each step; needs `logprobs`.",
     "ChatBody.max_completion_tokens": "Another name of `max_tokens`.",

@@ -23,7 +23,8 @@ from chunkattn.errors import ConfigError, RequestError, shown
 from chunkattn.focus import FocusLike
 from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
-from chunkattn.parsers.arguments import as_list, check_template_options, one_each
+from chunkattn.parsers.arguments import as_list, chat_options, one_each
+from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
@@ -105,6 +106,7 @@ class Frontend:
             RequestError: as `StateTemplate`.
             NotRenderedError: as `StateTemplate`.
         """
+        template_options = self.template_options(template_options)
         try:
             key = json.dumps([system, template_options], sort_keys=True)
         except (TypeError, ValueError, RecursionError):  # values that are no JSON
@@ -135,6 +137,23 @@ class Frontend:
         if params is None and "max_tokens" in self.sampling_defaults:
             given = replace(self.default_sampling, max_tokens=None)
         return one_each(given, SamplingParams, count, "sampling_params")
+
+    def template_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the variables of a chat template, with the text of a template that the caller names.
+
+        Args:
+            given: argument `chat_template_kwargs` of the caller.
+
+        Raises:
+            RequestError: an argument is malformed, or the template is (see `own_template`).
+        """
+        options = chat_options(given)
+        if (own := options.get("chat_template")) is not None and self.tokenizer is not None:
+            try:
+                options["chat_template"] = own_template(self.tokenizer, own)
+            except ConfigError as error:
+                raise RequestError(str(error), param="chat_template") from None
+        return options
 
     def connect(self, limits: EngineLimits) -> None:
         """Store the limits of an engine with an empty cache."""
@@ -185,16 +204,16 @@ class Frontend:
         Args:
             messages: conversation or list of conversations.
             documents: see `LLM.chat`.
-            template_options: options of the chat template.
+            template_options: variables of the chat template and arguments of `chat_options`.
             focus: focus of every conversation.
 
         Raises:
-            RequestError: as `parse`.
+            RequestError: as `parse`, or the template or an argument is malformed.
         """
         self.limits.check_generates()
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
-        options = check_template_options(template_options)
+        options = self.template_options(template_options)
         return [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
 
 

@@ -208,5 +208,5 @@ def precompute_job(
     """
     if isinstance(documents, Sequence) and not isinstance(documents, str):
         frontend.limits.check_count(len(documents), "documents", names.chunks)
-    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, chat_template_kwargs, names)
+    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, frontend.template_options(chat_template_kwargs), names)
     return PrecomputeJob(frontend, prefix_ids, chunks, cache_salt=cache_salt, pin=pin, priority=priority, names=names)

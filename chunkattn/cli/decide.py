@@ -69,8 +69,8 @@ CacheSalt = Annotated[str | None, typer.Option(help="Salt of the cache; calls of
 _FORMATS = ("jsonl", "csv")
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
 _ENGINE = (
-    "tokenizer chunk_calibration dtype kv_cache_dtype attention_backend tensor_parallel_size kv_cache_memory_bytes "
-    "max_model_len kv_store"
+    "tokenizer chat_template chunk_calibration dtype kv_cache_dtype attention_backend tensor_parallel_size "
+    "kv_cache_memory_bytes max_model_len kv_store"
 )
 
 
@@ -113,8 +113,9 @@ def decide(
         inputs: list[tuple[str, Path | None]]
         inputs = [("--questions", questions), ("--state-file", state_file), ("--input", input_file)]
         inputs += [("--document-file", file) for file in document_file or []]
-        files = {"--model": model, "--tokenizer": engine["tokenizer"], "--chunk-calibration": engine["chunk_calibration"]}
-        inputs += [(flag, Path(file).expanduser()) for flag, file in files.items() if file]
+        files = {"--model": model}
+        files |= {f"--{name.replace('_', '-')}": engine[name] for name in ("tokenizer", "chat_template", "chunk_calibration")}
+        inputs += [(flag, Path(file).expanduser()) for flag, file in files.items() if file and "\n" not in file]
         check_overwrites(output, inputs)
     asked = read_questions(questions)
     given = _Lines(input_file) if input_file is not None else _one_state(state, state_file)

@@ -66,7 +66,10 @@ _NO_CHUNK_LIMIT = (1 << 31) - 1
 """`max_chunk_len` of the engines: the control joins all documents into one chunk, which only the model's positions bound."""
 
 
-_ENGINE = "tokenizer document_template dtype kv_cache_dtype attention_backend tensor_parallel_size kv_cache_memory_bytes"
+_ENGINE = (
+    "tokenizer document_template chat_template dtype kv_cache_dtype attention_backend tensor_parallel_size "
+    "kv_cache_memory_bytes"
+)
 
 
 @command(app, "eval")

@@ -19,7 +19,7 @@ _PANELS = {
     "Model": "tokenizer revision skip_tokenizer_init generation_config dtype attention_backend seed max_logprobs",
     "Devices": "tensor_parallel_size num_hosts host_index coordinator",
     "Prompts and scoring": (
-        "enable_chunk_aware chunk_separator document_template rerank_template special_tokens_in_documents "
+        "enable_chunk_aware chunk_separator document_template chat_template rerank_template special_tokens_in_documents "
         "special_tokens_in_prompts "
         "position_strategy chunk_position_gap chunk_temperature chunk_scale chunk_calibration multi_item_scoring_delimiter "
         "score_algorithm max_model_len max_chunk_len max_chunks_per_prompt max_items_per_request max_tokens_per_call "

@@ -350,7 +350,7 @@ def _generate_options(message: GenerateRequest, limits: EngineLimits, arrival: i
         seed = int(np.random.SeedSequence([config.seed, arrival]).generate_state(1, np.uint64)[0])
     reads = params.prompt_logprobs is not None
     return {
-        "seed": seed or 0,
+        "seed": (seed or 0) % 2**64,
         "shares": config.enable_prefix_caching and not params.skip_reading_prefix_cache and not message.distinct,
         "weighing": message.weighing or limits.weighing if limits.weighing and any(message.layout.chunk_lens) else None,
         "distinct": message.distinct,

@@ -26,7 +26,7 @@ from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.cors import cors_options
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Keys, Shares
-from chunkattn.server.middleware import METRICS_PATH, REPORT_PATH, Gate, HttpMetrics, route_path
+from chunkattn.server.middleware import METRICS_PATH, OPEN_PATHS, REPORT_PATH, Gate, HttpMetrics, route_path
 from chunkattn.server.options import ServerConfig
 
 _DOCUMENTS_PATH = "/v1/cache/documents"
@@ -41,6 +41,8 @@ _KNOWN = (
     "/v1/rerank",
     "/v2/rerank",
     "/rerank",
+    "/v1/reranking",
+    "/reranking",
     "/v1/cache/forget",
     "/v1/decisions",
     "/v1/systemone",
@@ -158,12 +160,12 @@ class Gateway:
             return
         path, method = route_path(scope), scope["method"]
         label = _DOCUMENTS_PATH if path.startswith(_DOCUMENTS_PATH) else path
-        known = path in (*_KNOWN, "/health", "/readyz", "/livez", METRICS_PATH) or label == _DOCUMENTS_PATH
+        known = path in (*_KNOWN, *OPEN_PATHS, METRICS_PATH) or label == _DOCUMENTS_PATH
         scope["route"] = SimpleNamespace(path=label if known else "other")
-        own = {"/health": self._health, "/readyz": self._health, "/livez": _livez, METRICS_PATH: self._show_metrics}
+        own = dict.fromkeys(OPEN_PATHS, self._health) | {"/livez": _livez, METRICS_PATH: self._show_metrics}
         try:
             if (answer := own.get(path)) is not None:
-                if method not in ("GET", "HEAD"):
+                if method not in ("GET", "HEAD") and (path, method) != ("/ping", "POST"):
                     raise ApiError(405, f"{path} takes GET or HEAD, not {method}", code="method_not_allowed", Allow="GET, HEAD")
                 response: Response = await answer()
                 if method == "HEAD":

@@ -11,7 +11,7 @@ from chunkattn.server.errors import ApiError
 _CHUNKS = ("/v1/completions", "/inspect")
 _DOCUMENTS = ("/v1/chat/completions", "/v1/decisions", "/v1/systemone")
 _PAIRS = ("/v1/score", "/score")
-_RANKED = ("/v1/rerank", "/v2/rerank", "/rerank")
+_RANKED = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking")
 _MAX_ID_CHARS = 128
 
 Find = Callable[[str], DocumentRecord | None]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import xxhash
 
-from chunkattn.errors import ModelError
+from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
 from chunkattn.models.foreign_files import explain_folder
 from chunkattn.models.generation_defaults import read_generation_config, sampling_defaults
@@ -24,6 +24,7 @@ from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_o
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
 from chunkattn.models.tokenizer import check_rows, load_tokenizer
+from chunkattn.parsers.chat_template import own_template
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
@@ -107,10 +108,15 @@ def open_files(options: EngineConfig) -> ModelFiles:
         loaded = load_tokenizer(options.tokenizer or str(path))
     if loaded is not None:
         check_rows(loaded, spec.vocab_size, options.tokenizer or str(path))
+    own = options.chat_template
+    if own is not None:
+        if loaded is None:
+            raise ConfigError("chat_template needs a tokenizer, and skip_tokenizer_init loads none")
+        loaded.chat_template = own = own_template(loaded, own)
     if path.resolve() == DEMO_FOLDER.resolve():
         reranker = RerankerTraits("plain")
     elif file is not None:
-        reranker = traits_of_gguf(file, config, spec)
+        reranker = traits_of_gguf(file, config, spec, own)
     else:
         reranker = traits_of_folder(path, options.model, config, spec, loaded)
     generation_file, generation = read_generation_config(options.generation_config, path)

@@ -76,13 +76,16 @@ def traits_of_folder(
     return traits._replace(template=found.text, instruction=found.instruction, is_whole=True)
 
 
-def traits_of_gguf(file: GGUFFile, config: PretrainedConfig, spec: DecoderSpec) -> RerankerTraits:
+def traits_of_gguf(
+    file: GGUFFile, config: PretrainedConfig, spec: DecoderSpec, chat_template: str | None = None
+) -> RerankerTraits:
     """Return the traits of a GGUF file.
 
     Args:
         file: opened GGUF file.
         config: `config_from_gguf` of the file.
         spec: `spec_from_gguf` of the file.
+        chat_template: chat template in place of the file's own; None for its own.
 
     Raises:
         ModelError: a value of the metadata has the wrong type.
@@ -90,7 +93,7 @@ def traits_of_gguf(file: GGUFFile, config: PretrainedConfig, spec: DecoderSpec) 
     own = file.get("tokenizer.chat_template.rerank", str, "")
     keys = ("general.name", "general.basename", "general.base_model.0.name")
     names = iter([*(file.get(key, str, "") for key in keys), _end_of(file.path), _end_of(file.path.resolve())])
-    traits = _traits(config, spec, file.get("tokenizer.chat_template", str, ""), names)
+    traits = _traits(config, spec, chat_template or file.get("tokenizer.chat_template", str, ""), names)
     return traits._replace(template=own) if "{query}" in own and "{document}" in own else traits
 
 

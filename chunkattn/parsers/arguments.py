@@ -45,6 +45,39 @@ def check_template_options(value: Any) -> Mapping[str, Any]:
     return value
 
 
+def chat_options(
+    variables: Mapping[str, Any] | None,
+    chat_template: str | None = None,
+    add_generation_prompt: bool | None = None,
+    continue_final_message: bool = False,
+) -> dict[str, Any]:
+    """Return the variables of a chat template with the arguments that decide how it is rendered.
+
+    Args:
+        variables: argument `chat_template_kwargs` of the caller, which may hold the other arguments too.
+        chat_template: template in place of the tokenizer's own; None for its own.
+        add_generation_prompt: whether the text ends with the beginning of an answer; None says so unless the last message is
+            continued.
+        continue_final_message: whether the text ends with the content of the last message, for the model to continue.
+
+    Raises:
+        RequestError: an argument has a wrong type, or an answer is to begin and the last message to go on.
+    """
+    given = {
+        "chat_template": chat_template,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message or None,
+    }
+    options = {**check_template_options(variables), **{name: value for name, value in given.items() if value is not None}}
+    for name, kind in (("chat_template", str), ("add_generation_prompt", bool), ("continue_final_message", bool)):
+        if not isinstance(options.get(name, kind()), kind):
+            raise RequestError(f"{name} must be of type {kind.__name__}, got {shown(options[name])}", param=name)
+    if options.get("continue_final_message") and options.get("add_generation_prompt"):
+        text = "continue_final_message and add_generation_prompt exclude each other; leave one of them out"
+        raise RequestError(text, param="continue_final_message")
+    return options
+
+
 def is_list(value: Any) -> bool:
     """Return whether a value is a list, another sequence or an array, and no text."""
     return isinstance(value, (Sequence, np.ndarray)) and not isinstance(value, (str, bytes))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from chunkattn.errors import RequestError
+from chunkattn.parsers.chat_template import ChatTemplate, texts_of, with_texts
 from chunkattn.parsers.messages import check_rendered, read_messages
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ class ChatPieces(NamedTuple):
     """Rendered conversation, cut where the first user message's content begins. Parts are in pieces for `PlainEncoder.fill`.
 
     Attributes:
-        prefix: text before the cut.
+        prefix: text before the cut; empty for a conversation that is not cut.
         question: text behind the cut, with later turns and the generation prompt.
         history: text from the cut to the last user message's content. It is empty without `with_history`, for one user message,
             and where the template moves the last one's content.
@@ -39,59 +40,63 @@ def split_chat(
     messages: Sequence[Mapping[str, Any]],
     control: ControlTokens,
     is_trusted: Callable[[Any], bool],
+    template_options: Mapping[str, Any],
     *,
+    is_cut: bool = True,
     with_history: bool = False,
-    **template_options: Any,
 ) -> ChatPieces:
-    """Render the chat template and cut it where the first user message's content begins.
+    """Render the chat template at one time, and cut the text where the first user message's content begins.
 
     Args:
         tokenizer: tokenizer with a chat template.
         messages: messages of the conversation.
         control: tokens that untrusted contents must not become.
         is_trusted: function that returns whether the contents of a role may become control tokens.
+        template_options: variables of the template.
+        is_cut: whether to cut the text. A text that is not cut needs no user message.
         with_history: whether to find where the last user message's content begins.
-        **template_options: variables of the template.
 
     Raises:
-        RequestError: a message is malformed, there is no user message or no usable template, the template moves the content,
-            or it changes contents that hold a control token.
+        RequestError: a message is malformed, there is no usable template, the template changes contents that hold a control
+            token, or the text is to be cut, and there is no user message or the template moves its content.
         NotRenderedError: the template leaves out a message or a part of it.
     """
-    given, messages = messages, read_messages(tokenizer, messages, template_options)
+    template, given = ChatTemplate(tokenizer, template_options), messages
+    messages = read_messages(template, messages)
     users = [i for i, m in enumerate(messages) if m.get("role") == "user"]
-    if not users:
-        raise RequestError("messages hold no user message", param="messages")
-    text = _render(tokenizer, messages, template_options)
-    cut = _start(tokenizer, messages, users[0], text, template_options)
+    if is_cut and not users:
+        raise RequestError(
+            "messages hold no user message, and documents stand in front of the first one's content", param="messages"
+        )
+    text = template.render(messages)
+    cut = _start(template, messages, users[0], text) if is_cut else 0
     if cut is None:
         raise RequestError("the chat template does not render the first user message in place", param="messages")
-    check_rendered(messages, [m["role"] for m in given], lambda probe: _render(tokenizer, probe, template_options))
+    check_rendered(messages, [m["role"] for m in given], template)
     untrusted = [not is_trusted(message.get("role")) for message in messages]
     try:
-        bounds = _untrusted_starts(tokenizer, messages, untrusted, text, control, template_options)
+        bounds = _untrusted_starts(template, messages, untrusted, text, control)
     except RecursionError:
         raise RequestError("messages are nested too deeply", param="messages") from None
     history: list[str] = []
     if with_history and users[-1] > users[0]:
-        last = _start(tokenizer, messages, users[-1], text, template_options)
+        last = _start(template, messages, users[-1], text)
         history = _pieces(text, cut, last, bounds) if last is not None and last > cut else []
     return ChatPieces(_pieces(text, 0, cut, bounds), _pieces(text, cut, len(text), bounds), history)
 
 
-def _start(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    number: int,
-    text: str,
-    options: dict[str, Any],
-) -> int | None:
+def _start(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], number: int, text: str) -> int | None:
     """Return where the content of a message begins in the rendered text; None if the template moves it."""
-    mark = f"\u2063{uuid4().hex}\u2063"  # random, so no text contains it
-    marked = [*messages[:number], {**messages[number], "content": mark}, *messages[number + 1 :]]
-    probe = _render(tokenizer, marked, options)
-    start = probe.find(mark)
-    return None if start < 0 or text[:start] != probe[:start] else start
+    mark = str(uuid4().int)  # random, so no text contains it; digits, which no template escapes or capitalises
+    first, *others = texts_of(messages[number])
+    # The mark stands for the content. Where the template reads the content before it writes it, the mark stands before it.
+    for begun in (mark, mark + first):
+        marked = [*messages[:number], with_texts(messages[number], [begun, *others]), *messages[number + 1 :]]
+        probe = template.render(marked)
+        start = probe.find(mark)
+        if start >= 0 and text[:start] == probe[:start]:
+            return start
+    return None
 
 
 def text_of(messages: Any) -> str:
@@ -107,12 +112,11 @@ def text_of(messages: Any) -> str:
 
 
 def _untrusted_starts(
-    tokenizer: PreTrainedTokenizerBase,
+    template: ChatTemplate,
     messages: Sequence[Mapping[str, Any]],
     untrusted: Sequence[bool],
     text: str,
     control: ControlTokens,
-    options: dict[str, Any],
 ) -> list[int]:
     """Return the positions in `text` that split control tokens written by untrusted contents, each after its first character.
 
@@ -127,7 +131,7 @@ def _untrusted_starts(
         _marked(message, control, mark) if is_untrusted else message
         for message, is_untrusted in zip(messages, untrusted, strict=True)
     ]
-    parts = _render(tokenizer, marked, options).split(mark) if mark else []
+    parts = template.render(marked).split(mark) if mark else []
     trusted = [token for part in parts for token in control.find(part)]
     if "".join(parts) != text and (any(map(control.find, strings)) or trusted != control.find(text)):
         raise RequestError(
@@ -154,8 +158,12 @@ def _pieces(text: str, start: int, end: int, bounds: Sequence[int]) -> list[str]
 
 def _marked(message: Mapping[str, Any], control: ControlTokens, mark: str) -> dict[str, Any]:
     """Return a message with a mark after every character that could begin a control token."""
-    changed = {name: _map(value, lambda text: control.starts.sub(rf"\g<0>{mark}", text)) for name, value in message.items()}
-    return {**changed, "role": message.get("role")}
+
+    def marked(text: str) -> str:
+        return control.starts.sub(rf"\g<0>{mark}", text)
+
+    changed = {name: _map(value, marked) for name, value in message.items() if name not in ("role", "content")}
+    return with_texts({**message, **changed}, [*map(marked, texts_of(message))])
 
 
 def _strings(value: Any) -> list[str]:
@@ -176,10 +184,3 @@ def _map(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_map(entry, change) for entry in value]
     return value
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], options: dict[str, Any]) -> str:
-    try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, **{"add_generation_prompt": True, **options})
-    except Exception as error:  # templates are programs and may raise anything
-        raise RequestError(f"the chat template failed: {error}", param="messages") from error

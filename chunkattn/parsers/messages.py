@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 from uuid import uuid4
 
 from chunkattn.errors import NotRenderedError, RequestError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from chunkattn.parsers.chat_template import ChatTemplate, texts_of, with_texts
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 """Roles of OpenAI's API. Other roles are accepted if the chat template names them."""
@@ -19,36 +17,29 @@ _WORD = re.compile(r"[a-z][a-z_-]*")
 _FIELDS = {"role", "content", "type", "text", "name", "tool_calls", "tool_call_id", "function", "arguments", "id", "parameters"}
 _FIELDS |= {"description", "properties", "required", "reasoning_content", "thinking", "image", "image_url", "video", "audio"}
 """Words that templates quote for other reasons."""
+_MARK_DIGITS = 9
+"""Digits of the number behind a random mark."""
 
 
-def read_messages(
-    tokenizer: PreTrainedTokenizerBase, messages: Any, template_options: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Return copies of messages in the form that chat templates expect.
+def read_messages(template: ChatTemplate, messages: Any) -> list[dict[str, Any]]:
+    """Return copies of messages in the form that a chat template reads.
 
-    The role `developer` becomes `system` unless the template names it. Text parts are joined. An assistant message with
-    `tool_calls` may have no content. The arguments of a call become a mapping if they are the text of a JSON object.
+    The role `developer` becomes `system` unless the template names it. Contents are texts or text parts, as the template reads
+    them. An assistant message with `tool_calls` may have no content. The arguments of a call become a mapping if they are the
+    text of a JSON object.
 
     Args:
-        tokenizer: tokenizer with a chat template.
+        template: the chat template.
         messages: messages of the caller.
-        template_options: variables of the template.
 
     Raises:
-        RequestError: a message is malformed, or its role is unknown.
+        RequestError: a message is malformed, its role is unknown, or there is no message.
     """
     if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
         raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
-    template = _template(tokenizer, template_options)
-    return [_read(number, message, template) for number, message in enumerate(messages)]
-
-
-def _template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
-    """Return the text of the chat template, or an empty text: without a template, rendering raises the error."""
-    try:
-        return str(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
-    except Exception:
-        return ""
+    if not messages:
+        raise RequestError("messages are empty; give at least one message", param="messages")
+    return [template.shaped(_read(number, message, template.text)) for number, message in enumerate(messages)]
 
 
 def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, Any]:
@@ -71,9 +62,9 @@ def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, A
     content = read.get("content")
     if content is None and calls is not None:
         content = ""  # some templates concatenate the content, and none renders a null
-    elif isinstance(content, (list, tuple)) and content and all(map(_is_text, content)):
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
+    elif isinstance(content, (list, tuple)) and all(map(_is_text, content)):
+        content = [*content]
+    elif not isinstance(content, str):
         text = f"the content of {name} must be a string or a list of text parts, got {type(content).__name__}"
         raise RequestError(text, param="messages")
     return {**read, "content": content}
@@ -106,51 +97,54 @@ def _read_call(call: Any, name: str) -> dict[str, Any]:
     return {"type": "function", **call, "function": {**function, "arguments": arguments}}
 
 
-def check_rendered(
-    messages: Sequence[Mapping[str, Any]], roles: Sequence[str], render: Callable[[Sequence[Mapping[str, Any]]], str]
-) -> None:
+def check_rendered(messages: Sequence[Mapping[str, Any]], roles: Sequence[str], template: ChatTemplate) -> None:
     """Check that a template renders the content and the calls of every message.
 
-    A message is rendered if a random mark at the end of its content appears in the rendered text behind the whole content, or
-    one at its beginning before it. A template may change a content between both marks, and remove the beginning of an
-    assistant's content, its reasoning. Contents without text need not be rendered.
+    A text is rendered if a random mark at its end appears in the rendered text behind the whole text, or one at its beginning
+    before it. A template may change a text between both marks, and remove the beginning of an assistant's content, its
+    reasoning. Blank texts need not be rendered.
 
     Args:
         messages: messages from `read_messages`.
         roles: roles as the caller gave them, for error messages.
-        render: function that renders messages.
+        template: the chat template.
 
     Raises:
         NotRenderedError: the template leaves out a message, a part of it, or its calls.
     """
-    key = f"\u2063{uuid4().int}:"
-    marks = re.compile(rf"{key}(\d+)\u2063")
-    texts = {number: text for number, message in enumerate(messages) if (text := message["content"].strip())}
-    if not texts and not any("tool_calls" in message for message in messages):
+    # Digits alone: templates that escape, quote, trim or capitalise contents keep them.
+    key = str(uuid4().int)
+    mark = re.compile(rf"{key}(\d{{{_MARK_DIGITS}}})")
+    owners = list[int]()
+    texts = dict[int, str]()  # stripped texts by the number of their mark
+    for number, message in enumerate(messages):
+        for text in texts_of(message):
+            if text.strip():
+                texts[len(owners)] = text.strip()
+            owners.append(number)
+    first_call = len(owners)
+    owners += [number for number, message in enumerate(messages) for _ in message.get("tool_calls", ())]
+    if not texts and first_call == len(owners):
         return
-    calls = {place: number for place, (number, _) in enumerate(_calls(messages), len(messages))}
-
-    def marked(number: int, message: Mapping[str, Any], at_end: bool, first_call: int) -> dict[str, Any]:
-        changed = dict(message)
-        if text := texts.get(number):
-            before, _, after = message["content"].partition(text)
-            changed["content"] = before + (f"{text}{key}{number}\u2063" if at_end else f"{key}{number}\u2063{text}") + after
-        if "tool_calls" in message:
-            changed["tool_calls"] = [
-                {**call, "function": {**call["function"], "name": f"{call['function']['name']}{key}{place}\u2063"}}
-                for place, call in enumerate(message["tool_calls"], first_call)
-            ]
-        return changed
 
     def rendered(at_end: bool) -> tuple[set[int], set[int]]:
-        """Return the marks in the rendered text, and the numbers of the messages whose whole content is beside its mark."""
-        probes, place = [], len(messages)
-        for number, message in enumerate(messages):
-            probes.append(marked(number, message, at_end, place))
-            place += len(message.get("tool_calls", ()))
-        found, whole, output = set(), set(), render(probes)
-        for match in marks.finditer(output):
-            number, text = int(match[1]), texts.get(int(match[1]), "")
+        """Return the numbers of the marks in the rendered text, and those of the marks beside which stands their whole text."""
+        numbers, calls = iter(range(first_call)), iter(range(first_call, len(owners)))
+        probes = []
+        for message in messages:
+            contents = [
+                _with_mark(text, f"{key}{number:0{_MARK_DIGITS}}", at_end) for text, number in zip(texts_of(message), numbers)
+            ]
+            probe = with_texts(message, contents)
+            if "tool_calls" in message:
+                probe["tool_calls"] = [
+                    _renamed(call, f"{key}{number:0{_MARK_DIGITS}}") for call, number in zip(message["tool_calls"], calls)
+                ]
+            probes.append(probe)
+        found, whole, output = set(), set(), template.render(probes)
+        for match in mark.finditer(output):
+            number = int(match[1])
+            text = texts.get(number, "")
             found.add(number)
             start = match.start() - len(text) if at_end else match.end()
             if text and output.startswith(text, max(start, 0)):
@@ -158,20 +152,27 @@ def check_rendered(
         return found, whole
 
     ends, whole = rendered(at_end=True)
-    if lost := [number for place, number in calls.items() if place not in ends]:
+    if lost := [owner for number, owner in enumerate(owners) if number >= first_call and number not in ends]:
         raise _not_rendered(lost[0], roles, "the tool_calls of ")
-    changed = {n for n in texts if n not in whole and not (n in ends and messages[n]["role"] == "assistant")}
+    changed = {n for n in texts if n not in whole and not (n in ends and messages[owners[n]]["role"] == "assistant")}
     if changed:
         starts, whole = rendered(at_end=False)
+        seen = {owners[number] for number in starts | ends}
         for number in sorted(changed - whole):
             if number not in ends or number not in starts:
-                raise _not_rendered(number, roles, "" if number not in starts | ends else "all of ")
+                raise _not_rendered(owners[number], roles, "all of " if owners[number] in seen else "")
 
 
-def _calls(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    for number, message in enumerate(messages):
-        for call in message.get("tool_calls", ()):
-            yield number, call
+def _with_mark(text: str, mark: str, at_end: bool) -> str:
+    """Return a text with a mark behind its last visible character, or before its first; a blank text as it is."""
+    if not (own := text.strip()):
+        return text
+    before, _, after = text.partition(own)
+    return f"{before}{own}{mark}{after}" if at_end else f"{before}{mark}{own}{after}"
+
+
+def _renamed(call: Mapping[str, Any], mark: str) -> dict[str, Any]:
+    return {**call, "function": {**call["function"], "name": f"{call['function']['name']}{mark}"}}
 
 
 def _not_rendered(number: int, roles: Sequence[str], part: str) -> NotRenderedError:

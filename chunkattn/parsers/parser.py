@@ -15,6 +15,7 @@ from chunkattn.focus import Focus, FocusLike, read_focus
 from chunkattn.layout import ChunkLayout, Names
 from chunkattn.parsers.arguments import check_ids, check_salt, check_template_options
 from chunkattn.parsers.chat import TRUSTED_ROLES, ChatPieces, split_chat, text_of
+from chunkattn.parsers.chat_template import texts_of
 from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.parsers.prompt import (
@@ -178,19 +179,20 @@ class PromptParser:
             raise RequestError(f"focus {_NO_DOCUMENTS}; give them as documents", param="focus")
         if documents is not None:
             self._check_documents(documents)
-        pieces = self._pieces(messages, template_options, "messages", with_history=given is not None)
-        if documents is None:
-            joined = [*pieces.prefix[:-1], pieces.prefix[-1] + pieces.question[0], *pieces.question[1:]]
-            layout = self._layout([], [], self._plain.fill(joined, "messages", "messages"), _CHAT_NAMES)
-            return ParsedPrompt(layout, ("".join(joined),), names=_CHAT_NAMES)
+        # Without documents there is nothing to put in front of the first user message, and it may be missing.
+        is_cut = documents is not None and (len(documents) > 0 or _has_user(messages))
+        pieces = self._pieces(messages, template_options, "messages", is_cut=is_cut, with_history=given is not None)
+        if documents is None or not is_cut:
+            layout = self._layout([], [], self._plain.fill(pieces.question, "messages", "messages"), _CHAT_NAMES)
+            return ParsedPrompt(layout, ("".join(pieces.question),), names=_CHAT_NAMES)
         chunks = self._encoded(documents, self.documents, _CHAT_NAMES, given)
         first, last = ((self._plain.fill(p, "messages", "messages"), "".join(p)) for p in (pieces.prefix, pieces.question))
         earlier = self._plain.fill(pieces.history, "messages", "messages") if pieces.history else []
         # The last token of a text may change with what follows.
         history = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(earlier, last[0])))
-        asked = next((m.get("content") for m in reversed(messages) if m.get("role") == "user"), None)
+        asked = next(m for m in reversed(messages) if m["role"] == "user")
         parsed = self._joined(first, chunks, last, _CHAT_NAMES)
-        query = text_of(asked) if asked else None
+        query = "".join(texts_of(asked)) or None
         return replace(parsed, query=query, history_len=history, sources=documents, focus=given)
 
     def _pieces(
@@ -199,6 +201,7 @@ class PromptParser:
         template_options: Mapping[str, Any],
         param: str,
         *,
+        is_cut: bool = True,
         with_history: bool = False,
     ) -> ChatPieces:
         """Return the pieces of a conversation before and after its cut, see `split_chat`."""
@@ -206,8 +209,8 @@ class PromptParser:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
         _check_unicode(messages)
         self.encode.check_length(text_of(messages), "the text of all messages", param)
-        tokenizer, special = self.encode.tokenizer, self.encode.special
-        return split_chat(tokenizer, messages, special, self._is_trusted, with_history=with_history, **template_options)
+        tokenizer, special, how = self.encode.tokenizer, self.encode.special, {"is_cut": is_cut, "with_history": with_history}
+        return split_chat(tokenizer, messages, special, self._is_trusted, template_options, **how)
 
     def _is_trusted(self, role: Any) -> bool:
         """Return whether contents of this role may become special tokens."""
@@ -410,6 +413,10 @@ class PromptParser:
         if not question:
             raise RequestError("the question is empty", param=names.question)
         return make_layout(prefix, chunks, question, self.strategy, self.gap)
+
+
+def _has_user(messages: Sequence[Any]) -> bool:
+    return any(isinstance(message, Mapping) and message.get("role") == "user" for message in messages)
 
 
 def _check_unicode(messages: Sequence[Mapping[str, Any]]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -10,6 +9,7 @@ from uuid import uuid4
 
 from chunkattn.errors import NotRenderedError, RequestError
 from chunkattn.parsers.arguments import check_template_options
+from chunkattn.parsers.chat_template import ChatTemplate
 from chunkattn.parsers.encode import PlainEncoder
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ ANCHOR = "Question:"
 _MIDDLE = f"\n\n{ANCHOR}"
 _TODAY = datetime(2024, 7, 26)
 """Date for templates that print one: with the current date, the tokens of a state would change at midnight."""
-_FORMAT = re.compile(r"""strftime_now\(\s*["']([^"']*)["']""")
 _REASONING = (("<think>", "</think>"), ("<|think|>", "<|/think|>"), ("[THINK]", "[/THINK]"))
 _TRIMMED = "\u2003"
 """Space that no template writes. A template that trims contents removes it."""
@@ -146,17 +145,9 @@ class StateTemplate:
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], given: dict[str, Any], param: str) -> str:
-    options = {"add_generation_prompt": True, "enable_thinking": False, "thinking": False, **given}
-    options.setdefault("date_string", _TODAY.strftime("%d %b %Y"))
+    options = {"enable_thinking": False, "thinking": False, "date_string": _TODAY.strftime("%d %b %Y"), **given}
+    template = ChatTemplate(tokenizer, options, _TODAY)
     try:
-        template = str(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
-        if "strftime_now" in template:
-            # The tokenizer takes no functions as variables. The empty expression keeps the first line break of the template.
-            dates = {own: _TODAY.strftime(own) for own in _FORMAT.findall(template)}
-            macro = (
-                f"{{% macro strftime_now(format) %}}{{{{ {dates!r}.get(format, date_string) }}}}{{% endmacro %}}{{{{ '' }}}}"
-            )
-            options["chat_template"] = macro + template
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except Exception as error:  # templates are programs and may raise anything
-        raise RequestError(f"the chat template failed: {error}", param=param) from error
+        return template.render([template.shaped(message) for message in messages])
+    except RequestError as error:
+        raise RequestError(error.message, param=param) from error

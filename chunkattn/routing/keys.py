@@ -178,7 +178,7 @@ def _chat(pieces: _Pieces, body: Mapping[str, Any]) -> None:
     if not documents:
         pieces.chain(_template(body), map(_message, messages))
         return
-    first = next(n for n, message in enumerate(messages) if message.get("role") == "user")
+    first = [message.get("role") for message in messages].index("user")
     start = pieces.chain(_template(body), map(_message, messages[:first]))
     behind = pieces.documents(start, _listed(documents))
     *earlier, last = map(_message, messages[first:])
@@ -271,6 +271,8 @@ _ROUTES: dict[str, Callable[[_Pieces, Mapping[str, Any]], None]] = {
     "/v1/rerank": _rerank,
     "/v2/rerank": _rerank,
     "/rerank": _rerank,
+    "/v1/reranking": _rerank,
+    "/reranking": _rerank,
     "/v1/decisions": _decisions,
     "/v1/systemone": _system_one,
 }
@@ -286,7 +288,7 @@ def _route(path: str) -> Callable[[_Pieces, Mapping[str, Any]], None] | None:
 
 def _template(body: Mapping[str, Any]) -> Any:
     """Return what the text before the first user message depends on beside the messages."""
-    options = body.get("chat_template_kwargs") or {}
+    options = {"reasoning_effort": body.get("reasoning_effort"), **(body.get("chat_template_kwargs") or {})}
     return {"template": {name: value for name, value in options.items() if name not in _UNSHARED and value is not None}}
 
 

@@ -91,7 +91,8 @@ class Answer(ABC):
         Raises:
             ApiError: 400, prompts x samples x tokens x log-probabilities exceed `max_answer_values`.
         """
-        self.state.check_answer_values(self.answer_values, "tokens, samples or log-probabilities", "logprobs")
+        name = "prompt_logprobs" if self.params.logprobs is None else "logprobs"
+        self.state.check_answer_values(self.answer_values, f"tokens, samples or log-probabilities ({name})", name)
 
     @property
     def answer_values(self) -> int:
@@ -363,7 +364,7 @@ class Chat(Answer):
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""
         token_logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
-        message = {"role": "assistant", "content": sample.text, "refusal": None}
+        message = {"role": "assistant", "content": self.body.echoed + sample.text, "refusal": None}
         made = {
             "index": index,
             "message": message,
@@ -377,7 +378,8 @@ class Chat(Answer):
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return the choice with the assistant's role, which opens a sample's stream."""
-        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        opened = {"role": "assistant", "content": self.body.echoed}
+        return {"index": index, "delta": opened, "logprobs": None, "finish_reason": None}
 
     def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """Return a choice with what a sample has gained."""

@@ -86,9 +86,7 @@ class CacheReports:
         elif isinstance(body, ChatBody) and body.documents:
             first = next((n for n, message in enumerate(body.messages) if message.role == "user"), 0)
             start, listed = {"messages": given["messages"][:first]}, body.documents
-            prefix = Prefix(
-                [m.plain() for m in body.messages[:first]], is_chat=True, template_options=body.chat_template_kwargs
-            )
+            prefix = Prefix([m.plain() for m in body.messages[:first]], is_chat=True, template_options=body.variables)
         elif isinstance(body, CacheBody):
             is_chat = body.messages is not None
             start = {"messages": given["messages"]} if is_chat else {"prefix": body.start()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, Any, Literal
 
@@ -49,6 +49,8 @@ UNKNOWN_FIELD = "unknown_field"
 """Type of pydantic's error for a name that the body has no field for; the context holds the name."""
 UNSUPPORTED_KIND = "unsupported_kind"
 """Type of pydantic's error for an object of a kind that the server does not read."""
+_INSTEAD = {"chat_template": ": a template is a program, and may run forever; start the server with --chat-template"}
+"""Advice for fields of other servers that this one has no field for."""
 _WORD = re.compile(r"\w+")
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*|\d+")
 _TYPE_NAMES = frozenset({"str", "int", "float", "bool", "none", "dict", "list"})
@@ -136,6 +138,25 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
     return {status: {"model": ErrorResponse, "description": _WHEN[status]} for status in statuses}
 
 
+def renamed(error: ChunkAttnError | ApiError, names: Mapping[str, str]) -> ChunkAttnError | ApiError:
+    """Return an error under a client's own names of arguments, in its `param` and in its message.
+
+    Args:
+        error: the error. One that names no argument is returned as it is.
+        names: own names by the names of the arguments.
+    """
+    message = getattr(error, "message", None)
+    if message is None or not names or not isinstance(error, (RequestError, ApiError)):
+        return error
+    for name, own in names.items():
+        # A name without an underscore is also a word of the language, and stands for the argument at the beginning alone.
+        message = re.sub(rf"\b{name}\b" if "_" in name else rf"^{name}\b", own, message)
+    param = names.get(error.param or "", error.param)
+    if isinstance(error, RequestError):
+        return type(error)(message, param=param, part=error.part)
+    return ApiError(error.status, message, param=param, code=error.code, **error.headers)
+
+
 def too_large(most: int) -> ApiError:
     """Return the refusal of a body.
 
@@ -165,8 +186,9 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
         own = unknown["type"] == UNKNOWN_FIELD
         field = str(unknown["ctx"]["name"] if own else unknown["loc"][-1])
         path = ".".join(map(str, [*_place(unknown["loc"] if own else unknown["loc"][:-1]), field]))
+        hint = _INSTEAD.get(field, "")
         return ApiError(
-            400, _short(f"{path} is not supported by this server"), param=_short(field), code="unsupported_parameter"
+            400, _short(f"{path} is not supported by this server{hint}"), param=_short(field), code="unsupported_parameter"
         )
     first = found[0]
     name = next(iter(_place(first["loc"])), None)

@@ -21,7 +21,7 @@ from chunkattn.server.options import ServerConfig
 logger = logging.getLogger("chunkattn.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-OPEN_PATHS = ("/health", "/livez", "/readyz")
+OPEN_PATHS = ("/health", "/livez", "/ping", "/readyz")
 """Routes open without a key, because health probes have no key."""
 METRICS_PATH, REPORT_PATH = "/metrics", "/v1/cache/report"
 """Routes about all clients; `metrics_key` alone opens them if it is set."""

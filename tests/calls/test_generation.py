@@ -215,7 +215,9 @@ BAD_PARAMS = [
     ({"presence_penalty": math.nan}, "presence_penalty"),
     ({"frequency_penalty": 3.0}, "frequency_penalty"),
     ({"logprobs": -1}, "logprobs"),
-    ({"seed": -1}, "seed"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": 2**63}, "seed must be an integer of 64 bits"),
+    ({"seed": -(2**63) - 1}, "seed must be an integer of 64 bits"),
     ({"stop": [""]}, "stop"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": 3}, "stop_token_ids must be a list"),
@@ -233,6 +235,18 @@ BAD_PARAMS = [
 def test_bad_sampling_params(options, message):
     with pytest.raises(RequestError, match=message):
         SamplingParams(**options)
+
+
+def test_seeds_are_any_integers_of_64_bits(demo):
+    """And -1 is none, as in vLLM."""
+    texts = {}
+    for seed in (0, 1, 2, -2, 2**63 - 1, -(2**63)):
+        params = SamplingParams(temperature=5.0, max_tokens=8, seed=seed, ignore_eos=True)
+        first, second = demo.generate(["Ana"] * 2, params)
+        assert first.outputs[0].token_ids == second.outputs[0].token_ids
+        texts[seed] = tuple(first.outputs[0].token_ids)
+    assert len({*texts.values()}) == len(texts)
+    assert SamplingParams(seed=-1).seed is None
 
 
 def test_requests_that_cannot_be_served_leave_nothing_behind(engine):
@@ -299,7 +313,7 @@ def test_a_huge_top_k_is_all_tokens(engine):
         (lambda llm: llm.chat({"role": "user"}), "messages must be a list"),
         (lambda llm: llm.chat([["x"]]), "messages must be a list of"),
         (lambda llm: llm.chat([None]), "messages must be a list of"),
-        (lambda llm: llm.chat([]), "no user message"),
+        (lambda llm: llm.chat([]), "messages are empty"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents="text"), "documents must be a list"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents=5), "documents must be a list"),
         (lambda llm: llm.chat([{"role": "user", "content": "x"}], documents=[5]), "document 0 must be a string"),

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 
+from chunkattn.server.middleware import OPEN_PATHS
 from tests.gateway.rig import COMPLETE, Replica, parts, raw, rig, run, until
 
 
@@ -43,7 +44,8 @@ def test_keys_and_their_file(tmp_path):
             assert [await status("/x"), await status("/x", "two"), await status("/x", "one")] == [401, 401, 200]
             assert a.calls[0].header("authorization") == ["Bearer one"]
             assert len(a.calls) == 1
-            assert [await status("/health"), await status("/livez"), await status("/readyz")] == [200, 200, 200]
+            assert [await status(path) for path in OPEN_PATHS] == [200] * 4
+            assert (await made.http.post("/ping")).status_code == 200
             assert [await status("/metrics"), await status("/metrics", "one"), await status("/metrics", "scrape")] == [
                 401,
                 401,

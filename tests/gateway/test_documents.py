@@ -207,7 +207,7 @@ def test_every_route_gets_the_text_in_the_place_of_the_id(llm):
             assert resolve("/v1/decisions", {"documents": [{"id": "a"}], "prompt_cache_key": "tenant"})["documents"] == [
                 "Of the tenant."
             ]
-            for path in ("/v1/rerank", "/v2/rerank", "/rerank"):
+            for path in ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking"):
                 assert resolve(path, {"documents": [{"id": "a"}]})["documents"] == [{"id": "a", "text": text}]
                 fields = {"documents": [{"id": "a"}], "rank_fields": ["body"]}
                 assert resolve(path, fields)["documents"] == [{"id": "a", "body": text}]

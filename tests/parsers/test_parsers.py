@@ -253,7 +253,7 @@ def test_where_the_document_template_comes_from(bpe, spm):
         (CHAT, [{"role": "system", "content": "x"}], "no user message"),
         (CHAT, [{"role": "user", "content": ["x"]}], "must be a string"),
         ("{{ raise_exception('no way') }}", [{"role": "user", "content": "x"}], "no way"),
-        ("{{ messages[0].content | upper }}", [{"role": "user", "content": "x"}], "in place"),
+        ("{{ messages[0].content | length * '-' }}{{ messages[0].content }}", [{"role": "user", "content": "x"}], "in place"),
     ],
 )
 def test_bad_chats(bpe, template, messages, message):

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from chunkattn.gateway.app import _KNOWN
+from chunkattn.gateway.document_ids import _CHUNKS, _DOCUMENTS, _PAIRS, _RANKED
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
@@ -18,8 +20,10 @@ from chunkattn.server.protocol.decisions import DecisionsBody
 from chunkattn.server.protocol.documents import CacheBody
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.protocol.scoring import RerankBody, ScoreBody
+from chunkattn.server.routes import decisions, documents, generation, scoring, systemone, tokens
 
 SEP = " # # "
+_WITH_IDS = (_CHUNKS, _DOCUMENTS, _PAIRS, _RANKED)
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
 QUESTIONS = [{"type": "predicate", "instructions": "Is it late?"}]
 LONG = "".join(random.Random(0).choices("abcdefgh ", k=5000))
@@ -334,3 +338,35 @@ def test_a_request_of_too_many_pieces_has_no_keys(path):
 
     assert len(keys(MAX_PIECES - 1).pieces) >= MAX_PIECES - 1
     assert keys(MAX_PIECES + 1) == Keys()
+
+
+def test_a_chat_without_a_user_message():
+    """It has no keys with documents, which is the replica's error, and is a plain prompt without."""
+    body = {"messages": [SYSTEM | {"content": LONG}]}
+    assert keys_of("/v1/chat/completions", {**body, "documents": ["Figs."]}) == Keys()
+    assert keys_of("/v1/chat/completions", body).pieces
+
+
+def test_an_effort_is_a_variable_of_the_template():
+    body = {"messages": [SYSTEM | {"content": LONG}, USER], "documents": ["Figs."]}
+    plain, high, named = (
+        keys_of("/v1/chat/completions", body | own)
+        for own in ({}, {"reasoning_effort": "high"}, {"chat_template_kwargs": {"reasoning_effort": "high"}})
+    )
+    assert plain != high == named
+
+
+def test_the_routes_of_the_server_are_known():
+    """All paths of one route have one reader of bodies, and a label and the ids of stored documents at the gateway."""
+    paths = {}
+    for module in (decisions, documents, generation, scoring, systemone, tokens):
+        for route in module.router.routes:
+            if "POST" in route.methods:
+                paths.setdefault(route.endpoint, []).append(route.path)
+    read = [group for group in paths.values() if {*group} & {*_ROUTES}]
+    assert {*_ROUTES} == {path for group in read for path in group}
+    assert all(len({_ROUTES[path] for path in group}) == 1 for group in read)
+    for group in ({*group} for group in paths.values() if len(group) > 1):
+        for known in (_KNOWN, *_WITH_IDS):
+            assert group <= {*known} or not group & {*known}
+    assert {"/v1/reranking", "/reranking"} <= {*_KNOWN} & {*_RANKED} & {*_ROUTES}

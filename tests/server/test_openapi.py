@@ -14,6 +14,7 @@ from schemathesis.specs.openapi.checks import (
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.server.app import create_app
 from chunkattn.server.errors import ErrorResponse
+from chunkattn.server.middleware import OPEN_PATHS
 from chunkattn.server.options import ServerConfig
 from tests.server_helpers import ServerProcess
 
@@ -106,7 +107,7 @@ def test_errors_are_described():
         assert {"401", "403", "413", "500"} <= set(answers)
         assert ("422" in answers) == (path == "/v1/systemone")
         for status, answer in answers.items():
-            if status >= "400" and (status, path) not in {("503", "/health"), ("503", "/readyz")}:
+            if status >= "400" and (status, path) not in {("503", path) for path in OPEN_PATHS}:
                 assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorResponse")
     assert "application/json" not in found["get", "/metrics"]["responses"]["200"]["content"]
     assert set(found["post", "/v1/completions"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
@@ -148,4 +149,4 @@ def test_a_key_is_described_where_one_is_asked_for():
         "basic": "basic",
     }
     unlocked = [path for path, found in locked["paths"].items() if found.get("get", {}).get("security") == []]
-    assert sorted(unlocked) == ["/health", "/livez", "/readyz"]
+    assert sorted(unlocked) == sorted(OPEN_PATHS)

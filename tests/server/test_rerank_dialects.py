@@ -8,7 +8,7 @@ import pytest
 QUERY = "Find a person who lives in Oslo."
 DOCUMENTS = ["Ben likes tea.", "Ana lives in Oslo.", "Oslo is a town."]
 LONG = "Ana lives in Oslo. " * 200
-PATHS = ("/rerank", "/v1/rerank", "/v2/rerank")
+PATHS = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +40,13 @@ def refused(http, body, path="/v1/rerank"):
 
 
 # TEI
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_top_k_is_top_n(path, http, ranked):
+    for limit in ({"top_n": 2}, {"top_k": 2}, {"top_n": 2, "top_k": 2}, {"top_k": 2, "top_n": None}):
+        assert scores(ask(http, limit, path)) == pytest.approx(dict([*ranked.items()][:2]), abs=1e-6)
+    assert refused(http, {"documents": DOCUMENTS, "top_n": 2, "top_k": 1}, path)["param"] == "top_k"
 
 
 @pytest.mark.parametrize("path", PATHS)

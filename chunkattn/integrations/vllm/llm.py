@@ -24,7 +24,8 @@ from chunkattn.integrations.vllm.focus import FocusReads
 from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
-from chunkattn.parsers.arguments import as_list, check_salt, one_each
+from chunkattn.parsers.arguments import as_list, chat_options, check_salt, one_each
+from chunkattn.parsers.chat_template import load_chat_template
 from chunkattn.parsers.choice import longest
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 
@@ -130,6 +131,9 @@ class ChunkLLM:
         cache_salt: str | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -144,16 +148,24 @@ class ChunkLLM:
             cache_salt: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
+            chat_template: chat template in place of the tokenizer's own: a file, or the template itself.
+            add_generation_prompt: whether the prompt ends with the beginning of an answer; None says so unless the last message
+                is continued.
+            continue_final_message: whether the prompt ends with the content of the last message, which the model continues.
             chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
             lora_request: see `generate`.
 
         Raises:
-            RequestError: a conversation has no user message, the chat template is missing or unusable, or as `generate`.
+            RequestError: the chat template is missing or unusable, documents have no user message to stand before, or as
+                `generate`.
             CapacityError: as `generate`.
         """
         listed = as_list(messages, "messages")
         conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
-        parsed = [self.parser.parse_chat(m, documents, focus, **(chat_template_kwargs or {})) for m in conversations]
+        options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
+        if chat_template is not None:
+            options["chat_template"] = load_chat_template(chat_template)
+        parsed = [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
         return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def precompute(

@@ -95,8 +95,6 @@ class ChatNoEffect(SharedNoEffect):
     verbosity: Annotated[str, only("medium"), no_effect('"medium"', "it is the default")] = "medium"
     prediction: Annotated[ShallowObject, no_effect(AN_OBJECT, "nothing is predicted")] = None
     include_reasoning: Annotated[Flag, no_effect(_FLAG, "reasoning is a part of the text")] = None
-    echo: Annotated[bool, only(False), no_effect("false", "it is the default")] = False
-    continue_final_message: Annotated[bool, only(False), no_effect("false", "it is the default")] = False
     add_special_tokens: Annotated[bool, only(False), no_effect("false", "the chat template writes them")] = False
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,7 +18,11 @@ from chunkattn.config import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from chunkattn.server.errors import UNKNOWN_FIELD
+from chunkattn.errors import ChunkAttnError
+from chunkattn.parsers.arguments import chat_options
+from chunkattn.server.errors import UNKNOWN_FIELD, ApiError, renamed
+
+E = TypeVar("E", bound=ChunkAttnError | ApiError)
 
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -40,7 +44,7 @@ LabelIdLists = Annotated[list[LabelIds], Field(fail_fast=True)]
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
 _RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
-_RESERVED |= {"template_options", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
+_RESERVED |= {"focus", "sanitize_control_tokens", "template_options", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
 """Arguments of `apply_chat_template` and of the parser, which a client must not set as template variables."""
 
 
@@ -90,6 +94,77 @@ class Body(Strict):
 
     model: Annotated[str | None, Field(description="Name of the served model; optional.")] = None
     user: Annotated[str | None, Field(description="Accepted for compatibility; has no effect.")] = None
+
+    fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Fields that may hold an argument of the engine's call under another name; errors name the first that the client sent."""
+
+    def own_names(self) -> dict[str, str]:
+        """Return the request's own names of arguments that it has under other names."""
+        found = {}
+        for argument, names in self.fields_of.items():
+            sent = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
+            if sent and sent[0] != argument:
+                found[argument] = sent[0]
+        return found
+
+    def own_error(self, error: E) -> E:
+        """Return an error of the engine's call under the request's own names.
+
+        Args:
+            error: the error.
+        """
+        return cast("E", renamed(error, self.own_names()))
+
+    def check_same(self, name: str, other: str) -> None:
+        """Check that two names of one argument do not contradict each other.
+
+        Args:
+            name: field.
+            other: another name of the field.
+
+        Raises:
+            ValueError: both are given, and they differ.
+        """
+        one, two = getattr(self, name), getattr(self, other)
+        if None not in (one, two) and one != two:
+            raise ValueError(f"{name} and {other} differ; give one of them")
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""OpenAI's values."""
+
+
+class Rendered(Body):
+    """Fields that decide how a chat template renders messages."""
+
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="End the prompt with the beginning of an answer; by default unless a message goes on.")
+    ] = None
+    continue_final_message: Annotated[
+        bool, Field(description="End the prompt with the content of the last message, which the model continues.")
+    ] = False
+    reasoning_effort: Annotated[
+        ReasoningEffort | None, Field(description="Variable of the chat template; templates that do not read it ignore it.")
+    ] = None
+    chat_template_kwargs: TemplateOptions
+
+    @model_validator(mode="after")
+    def _check_rendered(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other; leave one of them out")
+        if self.reasoning_effort is not None and self.variables["reasoning_effort"] != self.reasoning_effort:
+            raise ValueError("reasoning_effort and that of chat_template_kwargs differ; give one of them")
+        return self
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the variables of the chat template and the arguments that decide how it is rendered."""
+        return chat_options(self.variables, None, self.add_generation_prompt, self.continue_final_message)
 
 
 _MAX_ID_DIGITS = 12

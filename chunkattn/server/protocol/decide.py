@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field
 from pydantic_core import PydanticCustomError
@@ -15,7 +15,7 @@ from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError
 from chunkattn.outputs import ScoreUsage
 from chunkattn.server.errors import UNSUPPORTED_KIND
-from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions
+from chunkattn.server.protocol.base import Body, CacheSalt, E, TemplateOptions
 from chunkattn.server.protocol.generation import PromptDocuments, with_stored
 
 
@@ -37,9 +37,6 @@ class DecideBody(Body):
     cache_salt: CacheSalt = None
     priority: int = 0
     chat_template_kwargs: TemplateOptions
-
-    names: ClassVar[Mapping[str, str]] = {}
-    """The body's own names of arguments of `LLM.decide`."""
 
     @property
     def salt(self) -> str | None:
@@ -89,10 +86,12 @@ class DecideBody(Body):
             chat_template_kwargs=self.chat_template_kwargs,
         )
 
-    def own_error(self, error: RequestError) -> RequestError:
+    def own_error(self, error: E) -> E:
         """Return an error of `LLM.decide` under the request's own names."""
-        param = self.names.get(error.param or "", error.param)
-        return type(error)(error.message, param=param, part=error.part and self.part(error.part))
+        own = super().own_error(error)
+        if isinstance(own, RequestError):
+            own = type(own)(own.message, param=own.param, part=own.part and self.part(own.part))
+        return own
 
 
 def usage_of(usage: ScoreUsage) -> dict[str, Any]:

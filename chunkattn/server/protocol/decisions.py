@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictStr, Tag, model_validator
@@ -334,7 +333,7 @@ class DecisionsBody(DecideBody):
         None
     )
 
-    names: ClassVar[Mapping[str, str]] = {"state": "input"}
+    fields_of: ClassVar = {"state": ("input",)}
 
     @model_validator(mode="after")
     def _check(self) -> DecisionsBody:

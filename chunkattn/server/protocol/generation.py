@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -19,7 +19,7 @@ from chunkattn.server.protocol.accepted import (
     ShallowObject,
     no_effect,
 )
-from chunkattn.server.protocol.base import Entry, Sampling, Strict, TemplateOptions, Texts, TokenIds, TokenLists
+from chunkattn.server.protocol.base import Entry, Rendered, Sampling, Strict, Texts, TokenIds, TokenLists
 
 
 class Document(Entry):
@@ -162,6 +162,8 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Prompt]:
 class CompletionBody(Sampling, CompletionNoEffect):
     """Request body of `/v1/completions`."""
 
+    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
+
     prompt: Annotated[
         str | TokenIds | Texts | TokenLists,
         Field(description="Text or token ids, or a list of either; split at the separator if chunk_aware."),
@@ -263,11 +265,18 @@ class Message(MessageNoEffect):
     @property
     def size(self) -> int:
         """Return the number of characters of the content."""
-        return sum(len(p.text) for p in self.content) if isinstance(self.content, list) else len(self.content or "")
+        return len(self.text)
+
+    @property
+    def text(self) -> str:
+        """Return the content as one text."""
+        return "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content or ""
 
     def plain(self) -> dict[str, Any]:
-        """Return the message for the chat template, with its content as one text."""
-        text = "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content
+        """Return the message for the chat template. A single text part is a text."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.text} for part in content] if len(content) > 1 else self.text
         calls = None if self.tool_calls is None else [call.plain() for call in self.tool_calls]
         thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
         optional = {
@@ -277,7 +286,7 @@ class Message(MessageNoEffect):
             "reasoning_content": thoughts,
         }
         given = {name: value for name, value in optional.items() if value is not None}
-        return {"role": self.role, "content": text, **given}
+        return {"role": self.role, "content": content, **given}
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -289,8 +298,14 @@ class TextFormat(Strict):
     type: Literal["text"]
 
 
-class ChatBody(Sampling, ChatNoEffect):
+class ChatBody(Sampling, Rendered, ChatNoEffect):
     """Request body of `/v1/chat/completions`."""
+
+    fields_of: ClassVar = {
+        "prompt": ("messages",),
+        "max_tokens": ("max_tokens", "max_completion_tokens"),
+        "logprobs": ("top_logprobs", "logprobs"),
+    }
 
     messages: Messages
     documents: Annotated[
@@ -303,15 +318,15 @@ class ChatBody(Sampling, ChatNoEffect):
     logprobs: bool = False
     top_logprobs: int | None = None
     response_format: TextFormat | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateOptions
+    echo: Annotated[
+        bool, Field(description="Begin the answer with the text of the last message, if that is an assistant's.")
+    ] = False
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: true")
-        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
-            raise ValueError("max_tokens and max_completion_tokens differ; give one of them")
+        self.check_same("max_tokens", "max_completion_tokens")
         return self
 
     @property
@@ -327,6 +342,8 @@ class ChatBody(Sampling, ChatNoEffect):
         """
         return None if self.documents is None else with_stored(self.documents, stored)
 
-    def template_options(self) -> dict[str, Any]:
-        """Return the variables of the chat template."""
-        return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}
+    @property
+    def echoed(self) -> str:
+        """Return the text before the generated text of every answer: that of an assistant's last message under `echo`."""
+        last = self.messages[-1] if self.echo and self.messages else None
+        return last.text if last is not None and last.role == "assistant" else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
@@ -66,6 +66,8 @@ class GenerativeScoringBody(Body):
 
 class ScoreBody(Body):
     """Request body of `/v1/score`: `query` and `items` for label scores, or two lists of texts for pairwise relevance."""
+
+    fields_of: ClassVar = {"items": ("items", "packed_ids"), "labels": ("labels", "label_token_ids")}
 
     query: Annotated[
         str | TokenIds | Texts | TokenLists | None, Field(description="Text or token ids, or a list of either.")
@@ -228,6 +230,14 @@ class QueryText(Entry):
 class RerankBody(Body):
     """Request body of `/v1/rerank`: `documents` in the form of Cohere, Jina and SiliconFlow, or `texts` in TEI's form."""
 
+    fields_of: ClassVar = {
+        "documents": ("documents", "texts"),
+        "top_n": ("top_n", "top_k"),
+        "instruction": ("instruction", "instruct"),
+        "max_tokens_per_doc": ("max_tokens_per_doc", "max_doc_length"),
+        "truncate_prompt_tokens": ("truncate_prompt_tokens", "truncation", "truncate"),
+    }
+
     query: Annotated[str | QueryText, Field(description='Text, or `{"text"}`.')]
     documents: Annotated[
         list[str | RerankDocument] | None,
@@ -235,6 +245,7 @@ class RerankBody(Body):
     ] = None
     texts: Annotated[Texts | None, Field(description="Documents in TEI's form; instead of documents.")] = None
     top_n: Annotated[int | None, Field(description="Number of documents to return, the best first; by default all.")] = None
+    top_k: Annotated[int | None, Field(description="Another name of `top_n`.")] = None
     return_documents: Annotated[bool, Field(description="Return the documents with their scores.")] = False
     return_text: Annotated[bool, Field(description="Return the texts with their scores; needs texts.")] = False
     raw_scores: Annotated[bool, Field(description="Return log-odds, whose sigmoid is the relevance.")] = False
@@ -278,9 +289,8 @@ class RerankBody(Body):
             raise ValueError("return_text needs texts; with documents it is return_documents")
         if self.return_documents and self.texts is not None:
             raise ValueError("return_documents needs documents; with texts it is return_text")
-        for name, other in (("instruct", "instruction"), ("max_doc_length", "max_tokens_per_doc")):
-            if None not in (given := {getattr(self, name), getattr(self, other)}) and len(given) > 1:
-                raise ValueError(f"{name} and {other} differ; give one of them")
+        for name, other in (("instruct", "instruction"), ("max_doc_length", "max_tokens_per_doc"), ("top_k", "top_n")):
+            self.check_same(name, other)
         if self.truncation_direction.lower() == "left" and self.cuts != (None, None):
             raise ValueError("truncation_direction must be right: documents are cut at their end")
         for number, document in enumerate(self.documents or ()):
@@ -296,7 +306,7 @@ class RerankBody(Body):
         Raises:
             ApiError: 400, a document holds a lone surrogate.
         """
-        name = self.own_name("documents")
+        name = "documents" if self.documents is not None else "texts"
         for number, document in enumerate(self.given):
             try:
                 msgspec.json.encode(document if isinstance(document, str) else document.model_dump(exclude_unset=True))
@@ -304,20 +314,10 @@ class RerankBody(Body):
                 text = f"{name}.{number} holds text that JSON cannot carry back"
                 raise ApiError(400, text, param=name, code="invalid_value") from None
 
-    def own_name(self, name: str | None) -> str | None:
-        """Return the name under which this request has an argument of `LLM.rerank`.
-
-        Args:
-            name: name of the argument; None for none.
-        """
-        others = {
-            "documents": ("texts",),
-            "instruction": ("instruct",),
-            "max_tokens_per_doc": ("max_doc_length",),
-            "truncate_prompt_tokens": ("truncation", "truncate"),
-        }
-        used = [n for n in (name, *others.get(name or "", ())) if n is not None and getattr(self, n, None)]
-        return used[0] if used else name
+    @property
+    def limit(self) -> int | None:
+        """Return the number of documents to return; None returns all."""
+        return self.top_k if self.top_n is None else self.top_n
 
     @property
     def query_text(self) -> str:

@@ -9,10 +9,11 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from chunkattn.async_llm import snapshot
+from chunkattn.errors import RequestError
 from chunkattn.outputs import RequestOutput
 from chunkattn.server.answers import Answer, Chat, Completion
 from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.errors import api_error
+from chunkattn.server.errors import ApiError, api_error
 from chunkattn.server.events import HEARTBEAT, EventStream, Timed, event_of, merged
 from chunkattn.server.keys import Caller
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
@@ -40,8 +41,11 @@ async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, req
     state.check_model(body.model)
     state.check_ready()
     state.check_priority(body.priority)
-    answer = kind(body, state, request.state.caller)
-    answer.check_size()
+    try:
+        answer = kind(body, state, request.state.caller)
+        answer.check_size()
+    except (ApiError, RequestError) as error:
+        raise body.own_error(error) from None
     if not answer.options.stream:
         return await unless_gone(request, _whole(answer))
     # Await the first output, or the first heartbeat, before the response: errors up to there still get an HTTP status.
@@ -55,13 +59,17 @@ async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, req
 
 
 async def _outputs(answer: Answer) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    async with aclosing(merged(await answer.streams())) as outputs:
-        async for numbered in outputs:
-            yield numbered
+    try:
+        async with aclosing(merged(await answer.streams())) as outputs:
+            async for numbered in outputs:
+                yield numbered
+    except (ApiError, RequestError) as error:
+        raise answer.options.own_error(error) from None
 
 
 async def _whole(answer: Answer) -> Response:
-    last = {number: output async for number, output in merged(await answer.streams())}
+    async with aclosing(_outputs(answer)) as outputs:
+        last = {number: output async for number, output in outputs}
     ordered = [last[number] for number in sorted(last)]
 
     def build() -> dict[str, Any]:

@@ -51,7 +51,10 @@ async def _first_labels(body: GenerativeScoringBody, items: Any, state: ServerSt
 async def score(body: ScoreBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Score items by the probability of labels after query and item, or pairs of texts by their relevance."""
     _check(state, body)
-    return await unless_gone(request, _scored(body, state, caller))
+    try:
+        return await unless_gone(request, _scored(body, state, caller))
+    except (ApiError, RequestError) as error:
+        raise body.own_error(error) from None
 
 
 async def _scored(body: ScoreBody, state: ServerState, caller: Caller) -> Response:
@@ -94,6 +97,8 @@ async def _scored(body: ScoreBody, state: ServerState, caller: Caller) -> Respon
     return await json_answer(state, caller, lambda: answer, values)
 
 
+@router.post("/reranking", include_in_schema=False)
+@router.post("/v1/reranking", include_in_schema=False)
 @router.post("/rerank", include_in_schema=False)
 @router.post("/v2/rerank", include_in_schema=False)
 @router.post("/v1/rerank")
@@ -120,13 +125,12 @@ async def _reranked(body: RerankBody, version: str, state: ServerState, caller: 
         output = await state.llm.rerank(
             body.query_text,
             documents,
-            body.top_n,
+            body.limit,
             **_relevance(body),
             **_how(body, state, caller),
         )
     except RequestError as error:
-        error.param = body.own_name(error.param)
-        raise
+        raise body.own_error(error) from None
     values, returns = len(output.results), body.return_documents or body.return_text
 
     def score(result: RerankResult) -> float:

@@ -59,6 +59,8 @@ async def livez() -> dict[str, str]:
     return {"status": "alive"}
 
 
+@router.get("/ping", responses=_NOT_READY, openapi_extra=_OPEN)
+@router.post("/ping", responses=_NOT_READY, openapi_extra=_OPEN, include_in_schema=False)
 @router.get("/readyz", responses=_NOT_READY, openapi_extra=_OPEN)
 @router.get("/health", responses=_NOT_READY, openapi_extra=_OPEN)
 async def readyz(state: State, warm: Warm = False) -> Response:

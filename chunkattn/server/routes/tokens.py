@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request, Response
 
+from chunkattn.errors import RequestError
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.server.bodies import JsonRoute, json_answer
 from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.base import Body, CacheSalt, TemplateOptions, TokenIds
+from chunkattn.server.protocol.base import Body, CacheSalt, Rendered, TokenIds
 from chunkattn.server.protocol.generation import Chunks, Messages, named_documents
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
 
@@ -22,14 +23,12 @@ _VALUES_PER_TOKEN = 6
 """Values of a token in an answer of `/inspect`."""
 
 
-class TokenizeBody(Body):
+class TokenizeBody(Rendered):
     """Text or conversation to tokenize."""
 
     prompt: str | None = None
     messages: Messages | None = None
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: TemplateOptions
     return_token_strs: bool = False
 
 
@@ -41,6 +40,8 @@ class DetokenizeBody(Body):
 
 class InspectBody(Body):
     """Prompt in the formats of `/v1/completions`."""
+
+    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
 
     prompt: str | TokenIds = ""
     chunks: Chunks | None = None
@@ -63,8 +64,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: State, caller: C
 
     def ids() -> list[int]:
         if body.messages is not None:
-            options = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
-            parsed = parser.parse_chat([m.plain() for m in body.messages], **options)
+            parsed = parser.parse_chat([m.plain() for m in body.messages], **body.template_options())
             return [int(t) for t in parsed.layout.token_ids]
         text = body.prompt or ""
         return parser.text(text) if body.add_special_tokens else parser.prompts(text, param="prompt")
@@ -117,7 +117,10 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
     caller.take(1)
     values = _VALUES_PER_TOKEN * min(_MAX_SHOWN_TOKENS, state.llm.frontend.parser.max_tokens or _MAX_SHOWN_TOKENS)
     answer = partial(_inspected, state, prompt, body.chunk_aware, body.add_special_tokens)
-    return await unless_gone(request, json_answer(state, caller, answer, values, in_thread=True))
+    try:
+        return await unless_gone(request, json_answer(state, caller, answer, values, in_thread=True))
+    except (ApiError, RequestError) as error:
+        raise body.own_error(error) from None
 
 
 def _check_shown(tokens: int, param: str) -> None:

@@ -1,0 +1,105 @@
+"""Errors name the field that the client sent, under whichever name a body has for an argument."""
+
+import re
+
+import pytest
+
+from chunkattn.errors import RequestError
+from chunkattn.server.errors import ApiError, renamed
+from chunkattn.server.protocol.base import Body
+from chunkattn.server.protocol.decisions import DecisionsBody
+from chunkattn.server.protocol.generation import ChatBody, CompletionBody
+from chunkattn.server.protocol.scoring import RerankBody, ScoreBody
+from chunkattn.server.protocol.systemone import SystemOneBody
+from chunkattn.server.routes.tokens import InspectBody
+
+pytest_plugins = ["tests.told_engine"]
+
+LONG = "Ana lives in Oslo. " * 2000
+USER = {"role": "user", "content": "Who?"}
+RANK = {"query": "Who?", "documents": ["Ana", "Ben"]}
+QUESTIONS = [{"type": "predicate", "name": "late", "instructions": "Is it late?"}]
+PATHS = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions", ScoreBody: "/v1/score"}
+PATHS |= {RerankBody: "/v1/rerank", DecisionsBody: "/v1/decisions", InspectBody: "/inspect"}
+# For each field under which a body has an argument: a body with a fault in that field.
+FAULTS = {
+    (CompletionBody, "prompt", "prompt"): {"prompt": LONG},
+    (InspectBody, "prompt", "prompt"): {"prompt": [5] * 70_000},
+    (InspectBody, "prompt", "chunks"): {"chunks": {"documents": [[5] * 15_000] * 5, "question": [5]}},
+    (ChatBody, "prompt", "messages"): {"messages": [USER | {"content": LONG}]},
+    (ChatBody, "max_tokens", "max_tokens"): {"messages": [USER], "max_tokens": 0},
+    (ChatBody, "max_tokens", "max_completion_tokens"): {"messages": [USER], "max_completion_tokens": 0},
+    (ChatBody, "logprobs", "logprobs"): {"messages": [USER], "logprobs": "yes"},
+    (ChatBody, "logprobs", "top_logprobs"): {"messages": [USER], "logprobs": True, "top_logprobs": 10**6},
+    (ScoreBody, "items", "items"): {"query": "a", "items": [LONG], "labels": ["yes"]},
+    (ScoreBody, "items", "packed_ids"): {"packed_ids": [1, 0, 2, 0], "label_token_ids": [1]},  # there is no delimiter
+    (ScoreBody, "labels", "labels"): {"query": "a", "items": ["b"], "labels": ["more than one token"]},
+    (ScoreBody, "labels", "label_token_ids"): {"query": "a", "items": ["b"], "label_token_ids": [10**6]},
+    (RerankBody, "documents", "documents"): RANK | {"documents": [LONG]},
+    (RerankBody, "documents", "texts"): {"query": "Who?", "texts": [LONG]},
+    (RerankBody, "top_n", "top_n"): RANK | {"top_n": 0},
+    (RerankBody, "top_n", "top_k"): RANK | {"top_k": 0},
+    (RerankBody, "instruction", "instruction"): RANK | {"instruction": "Judge."},  # the template takes none
+    (RerankBody, "instruction", "instruct"): RANK | {"instruct": "Judge."},
+    (RerankBody, "max_tokens_per_doc", "max_tokens_per_doc"): RANK | {"max_tokens_per_doc": 0},
+    (RerankBody, "max_tokens_per_doc", "max_doc_length"): RANK | {"max_doc_length": 0},
+    (RerankBody, "truncate_prompt_tokens", "truncate_prompt_tokens"): RANK | {"truncate_prompt_tokens": -5},
+    (RerankBody, "truncate_prompt_tokens", "truncation"): RANK | {"truncation": 1},
+    (RerankBody, "truncate_prompt_tokens", "truncate"): RANK | {"truncate": 1},
+    (DecisionsBody, "state", "input"): {"input": LONG, "questions": QUESTIONS},
+}
+MORE = [
+    ("/v1/chat/completions", {"messages": [USER], "max_completion_tokens": 10**6}, "max_completion_tokens"),
+    ("/v1/chat/completions", {"messages": [USER], "max_completion_tokens": 2, "min_tokens": 3}, "min_tokens"),
+    ("/v1/chat/completions", {"messages": [USER], "logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ("/v1/chat/completions", {"messages": [USER], "prompt_logprobs": 10**6}, "prompt_logprobs"),
+    ("/v1/chat/completions", {"messages": [USER], "max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+    ("/v1/completions", {"prompt": "x", "logprobs": 10**6}, "logprobs"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 10**6}, "max_tokens"),
+    ("/v1/chat/completions", {"messages": [USER], "chat_template": "x"}, "chat_template"),
+    ("/v1/chat/completions", {"messages": [USER], "chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    ("/tokenize", {"messages": [USER], "chat_template": "x"}, "chat_template"),
+]
+
+
+def test_every_other_name_is_tested():
+    """A new name of an argument comes into this table."""
+
+    def bodies(cls):
+        return {cls}.union(*map(bodies, cls.__subclasses__()))
+
+    assert {*PATHS, SystemOneBody} <= bodies(Body)
+    known = {(cls, argument, name) for cls in bodies(Body) for argument, names in cls.fields_of.items() for name in names}
+    # An engine whose pages run out is at fault itself, and names the whole prompt.
+    chunks = CompletionBody(chunks={"documents": ["a"], "question": "?"})
+    assert chunks.own_error(RequestError("it cannot fit", param="prompt")).param == "chunks"
+    assert known == {*FAULTS, (CompletionBody, "prompt", "chunks")}
+    assert all(name in cls.model_fields for cls, _, name in known)
+
+
+@pytest.mark.parametrize(("cls", "argument", "name"), FAULTS)
+def test_errors_name_the_field_that_was_sent(post, cls, argument, name):
+    for stream in ({}, {"stream": True}) if cls in (ChatBody, CompletionBody) else ({},):
+        answer = post(PATHS[cls], FAULTS[cls, argument, name] | stream)
+        assert answer.status_code == 400, answer.text
+        error = answer.json()["error"]
+        assert error["param"] == name, error
+        if "_" in name:
+            assert name in error["message"]
+
+
+@pytest.mark.parametrize(("path", "body", "name"), MORE)
+def test_messages_have_the_same_names(post, path, body, name):
+    error = post(path, body).json()["error"]
+    assert error["param"] == name, error
+    words = re.findall(r"\w+", error["message"])
+    assert name in words
+    for argument, own in (("max_tokens", "max_completion_tokens"), ("logprobs", "top_logprobs")):
+        assert argument in body or own not in body or argument not in words
+
+
+def test_errors_without_a_field_stay():
+    error = ApiError(503, "max_tokens", code="x", **{"Retry-After": "1"})
+    own = renamed(error, {"max_tokens": "max_completion_tokens"})
+    assert (own.status, own.param, own.code, own.headers) == (503, None, "x", {"Retry-After": "1"})
+    assert renamed(error, {}) is error
