@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +55,8 @@ def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) ->
         BackendError: the attention backend is unknown or does not support the model.
     """
     enable_compile_cache()
+    if config.host_index:
+        _write_compile_cache_here()
     # Check all options before the slow reading of the weights.
     max_model_len = _max_model_len(config, files.spec)
     if (gap := config.calibration.chunk_position_gap) >= max_model_len:
@@ -169,3 +173,23 @@ def enable_compile_cache() -> None:
     for name, (default, value) in options.items():
         if name.upper() not in os.environ and getattr(jax.config, name) == default:
             jax.config.update(name, value)  # type: ignore[no-untyped-call]
+
+
+def _write_compile_cache_here() -> None:
+    """Make JAX write the programs of this process to its compile cache, although the process is not number 0 of its group.
+
+    JAX lets process 0 alone write, for file systems that all processes share. The cache is in a folder of this machine, and
+    programs of other processes have other keys on a CPU: without its own, each start of a host that follows compiles everything.
+    """
+    from jax._src import compiler, distributed
+
+    class OwnWriter:
+        process_id = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(distributed.global_state, name)
+
+    if compiler.__dict__.get("distributed") is distributed:
+        compiler.distributed = SimpleNamespace(global_state=OwnWriter())  # type: ignore[assignment]
+    else:
+        logger.warning("this JAX keeps no compiled programs on host %d; its starts take longer", jax.process_index())
