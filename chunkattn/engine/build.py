@@ -178,8 +178,8 @@ def enable_compile_cache() -> None:
 def _write_compile_cache_here() -> None:
     """Make JAX write the programs of this process to its compile cache, although the process is not number 0 of its group.
 
-    JAX lets process 0 alone write, for file systems that all processes share. The cache is in a folder of this machine, and
-    programs of other processes have other keys on a CPU: without its own, each start of a host that follows compiles everything.
+    JAX lets process 0 alone write, for file systems that all processes share. Here each machine has a folder of its own, and on
+    a CPU each process has its own keys, so a host that follows would compile every program at each start.
     """
     from jax._src import compiler, distributed
 

@@ -13,9 +13,12 @@ from safetensors.numpy import load_file, save_file
 from chunkattn import LLM, AsyncLLM, EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import open_files, resolve_path
-from chunkattn.remote import group
-from chunkattn.remote.group import End, FirstHost, OtherHost
+from chunkattn.remote import first_host, group
+from chunkattn.remote.first_host import FirstHost
+from chunkattn.remote.group_messages import End
+from chunkattn.remote.group_secret import VARIABLE
 from chunkattn.remote.messages import Checkpoint
+from chunkattn.remote.other_host import OtherHost
 
 HOSTS = {"num_hosts": 2, "tensor_parallel_size": 2}
 
@@ -38,7 +41,7 @@ def context():
 def started(monkeypatch):
     """Addresses with which JAX would have been started."""
     found = []
-    monkeypatch.setattr(group, "initialize", lambda config, address: found.append((config.host_index, address)))
+    monkeypatch.setattr(group, "initialize", lambda config, address, bind=None: found.append((config.host_index, address)))
     return found
 
 
@@ -90,7 +93,7 @@ def test_who_takes_requests():
         AsyncLLM(**HOSTS, coordinator="127.0.0.1:1", host_index=1)
 
 
-def test_hosts_join_in_any_order_and_notice_an_end(context, started, port):
+def test_hosts_join_in_any_order_and_notice_an_end(context, started, port, monkeypatch):
     other = OtherHost(context, *of(1, port))
     joining = in_thread(other.join)
     time.sleep(0.3)
@@ -100,9 +103,12 @@ def test_hosts_join_in_any_order_and_notice_an_end(context, started, port):
     assert sorted(started) == [(0, started[0][1]), (1, started[0][1])]
     assert first.lost() is None
     assert other.lost() is None
+    monkeypatch.setattr(first_host, "_LEAVE_S", 0.2)
     first.end()
-    assert other.calls.poll(5000)
     assert other.receive() == [End()]
+    assert not other.has_ended
+    other.hear(busy=False)
+    assert other.has_ended
     other.end()
 
 
@@ -153,7 +159,8 @@ def test_another_checkpoint_is_refused(context, started, port, tmp_path):
     other.end()
 
 
-def test_an_address_of_another_machine_is_refused(context, port):
+def test_an_address_of_another_machine_is_refused(context, port, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "a secret of the tests")
     with pytest.raises(ConfigError, match=r"coordinator '192\.0\.2\.1"):
         FirstHost(context, *of(0, port, coordinator="192.0.2.1:8476"))
     with pytest.raises(ConfigError, match="name an address of host 0"):
