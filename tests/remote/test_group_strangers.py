@@ -12,7 +12,7 @@ import zmq
 from chunkattn import EngineConfig
 from chunkattn.engine.host_calls import CopyPages, Forward, ReadTokens, ResetPool
 from chunkattn.models.loader import open_files
-from chunkattn.remote import first_host, gate, group
+from chunkattn.remote import first_host, gate, group, other_host
 from chunkattn.remote.first_host import FirstHost
 from chunkattn.remote.group_messages import TO_FIRST, Busy, Hello
 from chunkattn.remote.group_secret import VARIABLE, curve_key
@@ -208,8 +208,7 @@ def test_hosts_join_beside_strangers(made_config, monkeypatch):
 @pytest.mark.parametrize("secret", ["another secret of the tests", None])
 def test_another_secret_keeps_a_host_out(made_config, monkeypatch, caplog, secret):
     """Both hosts say so."""
-    monkeypatch.setattr(group, "REPORT_S", 0.0)
-    monkeypatch.setattr("chunkattn.remote.other_host.REPORT_S", 1.5)
+    monkeypatch.setattr(other_host, "REPORT_S", 1.5)
     context, port = zmq.Context(), free_port()
     monkeypatch.setenv(VARIABLE, "a secret of the tests")
     checkpoint = Checkpoint.of(open_files(made_config(0, port)))
