@@ -232,9 +232,8 @@ class FirstHost:
                 try:
                     messages = TO_FIRST.decode(frame.bytes)
                 except msgspec.DecodeError as error:
-                    self._warn(
-                        f"{self._address} sent a message that cannot be understood, and its connection is closed: {error}"
-                    )
+                    who = self._address.removeprefix("::ffff:")
+                    self._warn(f"{who} sent a message that cannot be understood; its connection is closed: {error}")
                     self._gate.hang_up(frame)
                     break
                 self._gate.admit(frame)

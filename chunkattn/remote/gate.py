@@ -100,9 +100,9 @@ class Gate:
     def _report(self) -> None:
         self._refused += 1
         if (now := time.monotonic()) - self._reported >= _REPORT_S:
-            peers = [peer[0] for peer in self._open.values() if peer is not None and peer not in self._members]
-            last = f", the last from {peers[-1]}" if peers else ""
-            logger.warning("%s refused %d connections without the group's secret%s", self._name, self._refused, last)
+            strangers = [peer for peer in self._open.values() if peer is not None and peer not in self._members]
+            last = f", the last from {strangers[-1][0].removeprefix('::ffff:')}" if strangers else ""
+            logger.warning("%s: connections refused without the group's secret: %d%s", self._name, self._refused, last)
             self._refused, self._reported = 0, now
 
 

@@ -91,12 +91,14 @@ def send_as(port, frames, server_key=None, *, kinds=(zmq.PUSH, zmq.DEALER), wait
     context = zmq.Context()
     for kind in kinds:
         made = context.socket(kind)
+        made.linger = 0
         if server_key is not None:
             made.curve_serverkey = server_key
             made.curve_publickey, made.curve_secretkey = zmq.curve_keypair()
         made.connect(f"tcp://127.0.0.1:{port}")
         for frame in frames:
-            made.send(frame)
+            with suppress(zmq.Again):  # the port has refused the connection
+                made.send(frame, zmq.NOBLOCK)
     time.sleep(wait_s)
     context.destroy(linger=0)
 

@@ -135,8 +135,8 @@ def test_a_second_peer_with_the_secret_changes_nothing(members, caplog):
 
 
 def test_both_listen_where_they_reach_each_other(members):
-    assert members.first._hellos.last_endpoint.startswith(b"tcp://127.0.0.1:")
-    assert members.other.calls.last_endpoint.startswith(b"tcp://127.0.0.1:")
+    for listening in (members.first._hellos, members.other.calls):
+        assert b"127.0.0.1" in listening.last_endpoint
 
 
 def test_idle_connections_are_bounded(members):
@@ -221,7 +221,7 @@ def test_another_secret_keeps_a_host_out(made_config, monkeypatch, caplog, secre
     while text not in caplog.text and time.monotonic() < until:
         first._hellos.poll(50)
     assert text in caplog.text
-    assert "refused 1 connections without the group's secret, the last from 127.0.0.1" in caplog.text
+    assert "connections refused without the group's secret: 1" in caplog.text
     assert not list(first._received(0))
     context.destroy(linger=0)
 
@@ -234,6 +234,7 @@ def test_members_messages_are_read(members):
         thread.join()
     context = zmq.Context()
     made = context.socket(zmq.DEALER)
+    made.linger = 0
     made.curve_serverkey = key
     made.curve_publickey, made.curve_secretkey = zmq.curve_keypair()
     made.connect(f"tcp://127.0.0.1:{members.ports['coordinator']}")
