@@ -35,6 +35,7 @@ from chunkattn.remote.group_secret import curve_key
 from chunkattn.remote.group_sockets import (
     Context,
     Socket,
+    address_of,
     beating,
     bracketed,
     connect_with,
@@ -228,12 +229,11 @@ class FirstHost:
             timeout_ms = 0
             sender, *frames = self._hellos.recv_multipart(copy=False)
             for frame in frames:
-                self._address = str(frame.get("Peer-Address"))
+                self._address = address_of(frame)
                 try:
                     messages = TO_FIRST.decode(frame.bytes)
                 except msgspec.DecodeError as error:
-                    who = self._address.removeprefix("::ffff:")
-                    self._warn(f"{who} sent a message that cannot be understood; its connection is closed: {error}")
+                    self._warn(f"{self._address} sent a message that cannot be understood; its connection is closed: {error}")
                     self._gate.hang_up(frame)
                     break
                 self._gate.admit(frame)

@@ -56,12 +56,12 @@ class Gate:
 
     def admit(self, frame: zmq.Frame) -> None:
         """Count the connection of a frame, which has passed the handshake, as a member's."""
-        if (peer := _peer(frame.get(zmq.SRCFD))) is not None:
+        if (peer := _peer(_descriptor(frame))) is not None:
             self._members.add(peer)
 
     def hang_up(self, frame: zmq.Frame) -> None:
         """Close the connection that a frame came over."""
-        fd = frame.get(zmq.SRCFD)
+        fd = _descriptor(frame)
         _hang_up(fd, _peer(fd))
 
     def close(self) -> None:
@@ -104,6 +104,14 @@ class Gate:
             last = f", the last from {strangers[-1][0].removeprefix('::ffff:')}" if strangers else ""
             logger.warning("%s: connections refused without the group's secret: %d%s", self._name, self._refused, last)
             self._refused, self._reported = 0, now
+
+
+def _descriptor(frame: zmq.Frame) -> int:
+    """Return the file descriptor of a frame's connection, or -1 if it is unknown."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except zmq.ZMQError:
+        return -1
 
 
 def _peer(fd: int) -> Peer | None:

@@ -86,6 +86,14 @@ def own_address(config: EngineConfig) -> tuple[str, int]:
         raise ConfigError(f"coordinator {config.coordinator!r}: {error}; name an address of host 0") from None
 
 
+def address_of(frame: zmq.Frame) -> str:
+    """Return the IP address that a frame came from, or an empty text if it is unknown."""
+    try:
+        return str(frame.get("Peer-Address")).removeprefix("::ffff:")
+    except zmq.ZMQError:
+        return ""
+
+
 def free_port(ip: str) -> int:
     """Return a port of an IP address that nobody uses."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
