@@ -1,4 +1,4 @@
-"""Whoever reaches a port of a group of hosts without its secret changes nothing, and keeps no host away."""
+"""A stranger at a port of a group of hosts changes nothing and keeps no host away."""
 
 import logging
 import socket
