@@ -137,6 +137,8 @@ def from_used(kind: type, value: Any) -> Any:
         raise TypeError(f"{kind.__name__} has no wire form")
     name, shape, fill, used, data = value
     dtype = _check(np.dtype(name), ValueError)
+    if len(used) != len(shape) or any(not 0 <= end <= size for end, size in zip(used, shape, strict=True)):
+        raise ValueError(f"an array of shape {shape} has no part of shape {used}")
     array = np.empty(shape, dtype)
     if array.size:
         array[...] = np.frombuffer(fill, dtype)[0]
