@@ -91,6 +91,8 @@ class EngineConfig:
             `chunkattn serve` with the same options and its own `host_index`.
         host_index: number of this machine. Machine 0 schedules and serves; the others compute what it tells them.
         coordinator: address `HOST:PORT` of machine 0, where the others find it.
+        group_secret_file: file of the secret that the machines share, the same on all of them; the variable
+            `CHUNKATTN_GROUP_SECRET` may hold the secret instead. Needed unless the coordinator is a loopback address.
         enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
         long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
             their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
@@ -154,6 +156,7 @@ class EngineConfig:
     num_hosts: int = 1
     host_index: int = 0
     coordinator: str | None = None
+    group_secret_file: str | None = None
     enable_prefix_caching: bool = True
     long_prefill_token_threshold: int | None = None
     batch_invariant: bool | None = None
@@ -173,7 +176,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         take_paths(self)
-        for name in ("model", "tokenizer", "kv_store", "generation_config"):
+        for name in ("model", "tokenizer", "kv_store", "generation_config", "group_secret_file"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
         for option in options_of(type(self)).values():
@@ -229,6 +232,8 @@ def _check_hosts(config: EngineConfig) -> None:
         split_address(config.coordinator)
         if hosts == 1:
             raise ConfigError("coordinator needs num_hosts, the number of machines that share the model, of at least 2")
+    if config.group_secret_file is not None and hosts == 1:
+        raise ConfigError("group_secret_file needs num_hosts, the number of machines that share the model, of at least 2")
     if hosts == 1:
         return
     if config.coordinator is None:

@@ -17,7 +17,7 @@ from chunkattn.server.options import ServerConfig
 
 _PANELS = {
     "Model": "tokenizer revision skip_tokenizer_init generation_config dtype attention_backend seed max_logprobs",
-    "Devices": "tensor_parallel_size num_hosts host_index coordinator",
+    "Devices": "tensor_parallel_size num_hosts host_index coordinator group_secret_file",
     "Prompts and scoring": (
         "enable_chunk_aware chunk_separator document_template chat_template rerank_template special_tokens_in_documents "
         "special_tokens_in_prompts "
@@ -98,7 +98,7 @@ def serve(
     Every option can also be set by an environment variable, CHUNKATTN_ and its name in capitals, or in the YAML file of
     --config. The command line overrides the environment, and the environment overrides the file.
     """
-    check_keys(options, "api_key", "api_key_file", "metrics_key")
+    check_keys(options, "api_key", "api_key_file", "metrics_key", "group_secret_file")
     server = {name: options.pop(name) for name in options_of(ServerConfig)}
     if options["num_hosts"] > 1 and replicas > 1:
         raise ConfigError(f"--replicas {replicas} needs --num-hosts 1: a replica runs on one machine")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +59,8 @@ def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) ->
     """
     enable_compile_cache()
     take_gpu_memory(config)
+    if config.host_index:
+        _write_compile_cache_here()
     # Check all options before the slow reading of the weights.
     max_model_len = _max_model_len(config, files.spec)
     if (gap := config.calibration.chunk_position_gap) >= max_model_len:
@@ -193,3 +197,23 @@ def enable_compile_cache() -> None:
     for name, (default, value) in options.items():
         if name.upper() not in os.environ and getattr(jax.config, name) == default:
             jax.config.update(name, value)  # type: ignore[no-untyped-call]
+
+
+def _write_compile_cache_here() -> None:
+    """Make JAX write the programs of this process to its compile cache, although the process is not number 0 of its group.
+
+    JAX lets process 0 alone write, for file systems that all processes share. Here each machine has a folder of its own, and on
+    a CPU each process has its own keys, so a host that follows would compile every program at each start.
+    """
+    from jax._src import compiler, distributed
+
+    class OwnWriter:
+        process_id = 0
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(distributed.global_state, name)
+
+    if compiler.__dict__.get("distributed") is distributed:
+        compiler.distributed = SimpleNamespace(global_state=OwnWriter())  # type: ignore[assignment]
+    else:
+        logger.warning("this JAX keeps no compiled programs on host %d; its starts take longer", jax.process_index())

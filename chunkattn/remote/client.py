@@ -27,6 +27,7 @@ from chunkattn.engine.messages import (
 from chunkattn.errors import ChunkAttnError, EngineDeadError, QueueFullError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.remote import messages as wire
+from chunkattn.remote.group_secret import read_secret
 from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.process import WorkerProcess, describe_exit
 
@@ -50,6 +51,9 @@ class EngineClient:
         config: the engine's configuration.
         on_ready: called with the limits whenever an engine is ready.
 
+    Raises:
+        ConfigError: the secret of a group of hosts is missing or cannot be read.
+
     Attributes:
         state: `"starting"`, `"ready"`, `"restarting"`, `"failed"` (three starts in a row have failed; further starts follow,
             at last every 30 s) or `"closed"`.
@@ -62,6 +66,8 @@ class EngineClient:
     """
 
     def __init__(self, config: EngineConfig, on_ready: Callable[[EngineLimits], None]) -> None:
+        if config.num_hosts > 1:
+            read_secret(config)  # so that what is wrong with it shows at once
         self.config, self._on_ready = config, on_ready
         self.state, self.reason = "starting", "the engine is starting"
         self.limits: EngineLimits | None = None
@@ -79,6 +85,7 @@ class EngineClient:
         self._query_ids = count()
         self._supervisor: asyncio.Task[None] | None = None
         self._failure: wire.Failed | None = None
+        self._ended: str | None = None
 
     # Life
 
@@ -292,12 +299,15 @@ class EngineClient:
         failed = 0
         try:
             while not self._closing.done():
-                failed = 0 if await self._run_worker(checkpoint) else failed + 1
+                failed = 0 if await self._run_worker(checkpoint) or self._ended else failed + 1
                 if self._closing.done():
                     break
                 if not self._started.done() and self._failure is not None and (kind := _ours(self._failure)):
                     self._start_failed(kind(self._failure.text))  # a restart would fail alike
                     break
+                if self._ended:
+                    logger.info("%s; the engine starts again and waits", self.reason)
+                    continue
                 logger.error("%s; starting it again", self.reason)
                 if failed >= _FAILED_STARTS:
                     self.state = "failed"
@@ -321,7 +331,7 @@ class EngineClient:
     async def _run_worker(self, checkpoint: wire.Checkpoint) -> bool:
         """Run one process to its end and dispose of it. Return whether the process was ever ready."""
         self.warmup, self._beat, self._served = None, wire.Heartbeat(0.0, None), False
-        self._failure = None
+        self._failure, self._ended = None, None
         try:
             self._worker = worker = self._launched or WorkerProcess(self._context)
             self._launched = None
@@ -340,7 +350,7 @@ class EngineClient:
             worker.dispose()
         if self.state != "closed":
             self.state = "restarting" if self._served else self.state
-            self.reason = f"the engine's process {reason}"
+            self.reason = self._ended or f"the engine's process {reason}"
             self._fail_all()
             ends: set[asyncio.Future[Any]] = {worker.exited, self._closing}
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -424,6 +434,8 @@ class EngineClient:
                         self._started.set_result(None)
             case wire.Failed():
                 self._failure = message
+            case wire.Ended(reason):
+                self._ended = reason
             case wire.Reply(query_id, value):
                 if (query := self._queries.get(query_id)) is not None and not query.done():
                     query.set_result(value)

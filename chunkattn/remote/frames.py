@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -19,13 +20,22 @@ class Frames:
         kinds: dataclasses of the messages.
         to_plain: turns a value that msgpack does not know into one that it knows.
         from_plain: turns such a value back, given its type.
+        most_array_bytes: limit on the bytes of all arrays of a frame, checked before they are allocated; None sets no limit.
     """
 
-    def __init__(self, kinds: Iterable[type], to_plain: Callable[[Any], Any], from_plain: Callable[[type, Any], Any]) -> None:
+    def __init__(
+        self,
+        kinds: Iterable[type],
+        to_plain: Callable[[Any], Any],
+        from_plain: Callable[[type, Any], Any],
+        most_array_bytes: int | None = None,
+    ) -> None:
+        self._from_plain, self._most, self._left = from_plain, most_array_bytes, 0
+        hook = from_plain if most_array_bytes is None else self._bounded
         self._encoder = msgspec.msgpack.Encoder(enc_hook=to_plain)
         self._frames = msgspec.msgpack.Decoder(list[tuple[str, msgspec.Raw]])
         self._decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {
-            kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=from_plain) for kind in kinds
+            kind.__name__: msgspec.msgpack.Decoder(kind, dec_hook=hook) for kind in kinds
         }
 
     def encode(self, messages: Sequence[Any]) -> bytes:
@@ -42,12 +52,29 @@ class Frames:
         """Decode and validate the messages of a frame; arrays are read-only.
 
         Raises:
-            msgspec.DecodeError: the frame is malformed, or a message does not match its type.
+            msgspec.DecodeError: the frame is malformed, a message does not match its type, or its arrays are too large.
         """
+        self._left = self._most or 0
         try:
             return [self._decoders[name].decode(raw) for name, raw in self._frames.decode(frame)]
         except KeyError as name:
             raise msgspec.DecodeError(f"unknown kind of message {name}") from None
+        except msgspec.DecodeError:
+            raise
+        except Exception as error:  # NumPy raises many kinds for a wrong array
+            raise msgspec.DecodeError(f"{type(error).__name__}: {error}") from None
+
+    def _bounded(self, kind: type, value: Any) -> Any:
+        """Return an array of a frame, if it fits the room that is left.
+
+        Raises:
+            ValueError: the arrays of the frame are too large.
+        """
+        name, shape, *_ = value
+        self._left -= math.prod(shape) * np.dtype(name).itemsize
+        if self._left < 0 or any(type(size) is not int or size < 0 for size in shape):
+            raise ValueError(f"the arrays of a frame must have at most {self._most} bytes")
+        return self._from_plain(kind, value)
 
 
 def to_plain(value: Any) -> Any:
@@ -110,6 +137,8 @@ def from_used(kind: type, value: Any) -> Any:
         raise TypeError(f"{kind.__name__} has no wire form")
     name, shape, fill, used, data = value
     dtype = _check(np.dtype(name), ValueError)
+    if len(used) != len(shape) or any(not 0 <= end <= size for end, size in zip(used, shape, strict=True)):
+        raise ValueError(f"an array of shape {shape} has no part of shape {used}")
     array = np.empty(shape, dtype)
     if array.size:
         array[...] = np.frombuffer(fill, dtype)[0]

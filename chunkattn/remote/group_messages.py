@@ -14,8 +14,10 @@ from chunkattn.engine.host_calls import HostCall
 from chunkattn.remote.frames import Frames, from_used, to_used
 from chunkattn.remote.messages import Checkpoint, Failed
 
-_OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index")
+_OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index", "group_secret_file")
 """Options that may differ between hosts."""
+_LEAST_ROOM_BYTES = 1 << 29
+"""Bytes for the arrays of one call: edits of 64 rows over a vocabulary of 256K tokens take 208 MiB."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +27,13 @@ class Hello:
     Attributes:
         host_index: the host's number.
         port: port where the host takes its calls.
+        key: public key of this port, of ZeroMQ's CURVE. It is new in every start.
         traits: what must be equal on all hosts, by name.
     """
 
     host_index: int
     port: int
+    key: bytes
     traits: dict[str, Any]
 
 
@@ -52,6 +56,11 @@ class Join:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """First message to the port for calls, by which its host knows the connection of the first host."""
+
+
+@dataclass(frozen=True)
 class Busy:
     """Notice that a host loads or compiles, for which the others wait without a limit of steps."""
 
@@ -61,8 +70,20 @@ class End:
     """Notice that the first host ends in order."""
 
 
-FRAMES = Frames([Hello, Refused, Join, Busy, Failed, End, *get_args(HostCall)], to_used, from_used)
-"""Frames of these messages and of the calls."""
+TO_FIRST = Frames([Hello, Busy, Failed], to_used, from_used)
+"""Frames to the first host."""
+TO_OTHER = Frames([Refused, Join, Busy, End], to_used, from_used)
+"""Frames of the first host to another, besides calls."""
+
+
+def call_frames(config: EngineConfig) -> Frames:
+    """Return the frames that carry the calls of the first host.
+
+    Args:
+        config: options of the engine, which bound the arrays of a call.
+    """
+    room = max(_LEAST_ROOM_BYTES, 2 * config.max_multi_item_seq_len**2)
+    return Frames([Opened, End, *get_args(HostCall)], to_used, from_used, room)
 
 
 def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -161,6 +161,17 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Ended:
+    """Notice that the worker is about to exit in order, and that another start is no repair.
+
+    Attributes:
+        reason: why the worker ends.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Reply:
     """Answer to a query.
 
@@ -175,7 +186,7 @@ class Reply:
 
 
 ToWorker = Message | Start | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
-FromWorker = EngineOutput | Heartbeat | WarmupProgress | Ready | Failed | Reply
+FromWorker = EngineOutput | Heartbeat | WarmupProgress | Ready | Failed | Ended | Reply
 
 _FRAMES = Frames(get_args(ToWorker | FromWorker), to_plain, from_plain)
 

@@ -20,7 +20,9 @@ from chunkattn.engine.messages import CachedTokens, GenerateRequest, PrecomputeR
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.logs import make_handler, since_start
 from chunkattn.remote import messages as wire
-from chunkattn.remote.group import End, FirstHost, OtherHost
+from chunkattn.remote.first_host import FirstHost
+from chunkattn.remote.group_messages import End
+from chunkattn.remote.other_host import OtherHost
 from chunkattn.remote.watchdog import StepClock
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ _LAST_WORDS_LEAVE_S = 0.2
 """Seconds that a message gets to leave a process that ends in the middle of work."""
 _GONE_S = 1.5
 """Seconds after a failed step in which the connection of a host that is gone shows that."""
+_FIRST_ENDED = "host 0 has ended"
 _INBOX_S = 0.05
 _DISK_WAIT_S = 600
 _COMPILING_MS = 50
@@ -138,7 +141,7 @@ class Worker:
             for call in first.receive():
                 self._clock.begin()
                 if isinstance(call, End):
-                    logger.info("host 0 has ended")
+                    self._send([wire.Ended(_FIRST_ENDED)])
                     self._closing = True
                 else:
                     follower.run(call)
@@ -239,6 +242,14 @@ class _Heart:
         self._thread.start()
 
     def _run(self) -> None:
+        try:
+            self._beat()
+        except Exception:
+            # Without this thread, nobody notices that another host is gone.
+            logger.exception("the engine's process ends: its heartbeat fails")
+            _leave(self._address)
+
+    def _beat(self) -> None:
         with self._context.socket(zmq.PUSH) as socket:
             socket.linger = 0
             socket.connect(f"{self._address}/outputs")
@@ -248,6 +259,11 @@ class _Heart:
                 group = self._worker.group
                 if group is not None and group.hear(busy=self._clock.is_busy):
                     self._clock.excuse()  # the step waits for that host
+                if isinstance(group, OtherHost) and group.has_ended:
+                    # The main thread may compute with that host's devices, which wait for ever.
+                    socket.send(wire.encode([wire.Ended(_FIRST_ENDED)]))
+                    time.sleep(_LAST_WORDS_LEAVE_S)
+                    _leave(self._address, 0)
                 if group is not None and (reason := group.lost()):
                     # The main thread may wait for that host's devices for ever.
                     logger.error("the engine's process ends: %s", reason)
@@ -271,10 +287,10 @@ def _leave_with_parent(address: str) -> None:
     _leave(address)
 
 
-def _leave(address: str) -> None:
+def _leave(address: str, status: int = 1) -> None:
     """Exit at once and remove the sockets, which no other process would remove."""
     shutil.rmtree(address.removeprefix("ipc://"), ignore_errors=True)
-    os._exit(1)
+    os._exit(status)
 
 
 def main(address: str) -> int:

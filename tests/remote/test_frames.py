@@ -1,5 +1,7 @@
 """Arrays on their way to another host, without the padding at the ends of their axes."""
 
+import tracemalloc
+
 import msgspec
 import numpy as np
 import pytest
@@ -7,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
+from chunkattn.config import EngineConfig
+from chunkattn.engine.host_calls import Forward
 from chunkattn.remote.frames import from_used, to_used
+from chunkattn.remote.group_messages import call_frames
 
 KINDS = st.sampled_from(["bool", "int32", "uint32", "int64", "float32", "float64", "uint8", "float16"])
 
@@ -36,6 +41,53 @@ def test_padding_takes_no_room():
     table[:3, :40] = 7
     _, shape, _, used, data = to_used(table)
     assert (shape, used, len(data)) == ((96, 1024), (3, 40), 3 * 40 * 4)
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        ("<f4", (1 << 28,), bytes(4), (0,), b""),
+        ("<f4", (1 << 40, 1 << 40), bytes(4), (0, 0), b""),
+        ("<f4", (1 << 20, 0, 1 << 62), b"", (0, 0, 0), b""),
+        ("<f4", (-1,), bytes(4), (0,), b""),
+        ("<f4", (-(1 << 40), -1), bytes(4), (0, 0), b""),
+        ("<f4", (2.0,), bytes(4), (0,), b""),
+        ("<f4", (2,), b"", (0,), b""),
+        ("<f4", (2,), bytes(3), (0,), b""),
+        ("<f4", (2,), bytes(4), (3,), bytes(12)),
+        ("<f4", (2,), bytes(4), (2,), bytes(4)),
+        ("<f4", (2,), bytes(4), (-1,), bytes(4)),
+        ("O", (2,), bytes(8), (0,), b""),
+        ("V4", (2,), bytes(4), (0,), b""),
+        ("<f4,<f4", (2,), bytes(8), (0,), b""),
+        ("S1000000000000", (1,), b"", (0,), b""),
+        ("no such type", (2,), bytes(4), (0,), b""),
+        ("<f4", None, bytes(4), (0,), b""),
+        ("<f4", (2,), bytes(4)),
+        (),
+        None,
+        7,
+        "<f4",
+        {"a": 1},
+    ],
+)
+def test_wrong_arrays_are_refused_before_they_are_made(plain):
+    frame = msgspec.msgpack.encode([("Forward", {"leaves": [plain], "backend": None})])
+    tracemalloc.start()
+    try:
+        with pytest.raises(msgspec.DecodeError):
+            call_frames(EngineConfig()).decode(frame)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_all_arrays_of_a_frame_share_its_room():
+    array = ("<i4", (1 << 25,), bytes(4), (0,), b"")  # 128 MiB, and the room is 512 MiB
+    frames = call_frames(EngineConfig())
+    with pytest.raises(msgspec.DecodeError, match="at most 536870912 bytes"):
+        frames.decode(msgspec.msgpack.encode([("Forward", {"leaves": [array] * 5, "backend": None})]))
+    assert frames.decode(frames.encode([Forward((np.arange(5),), None)]))[0].leaves[0].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_objects_are_refused():

@@ -1,5 +1,6 @@
 """Hosts of one model find each other, or are told what keeps them apart."""
 
+import asyncio
 import shutil
 import socket
 import threading
@@ -13,9 +14,13 @@ from safetensors.numpy import load_file, save_file
 from chunkattn import LLM, AsyncLLM, EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import open_files, resolve_path
-from chunkattn.remote import group
-from chunkattn.remote.group import End, FirstHost, OtherHost
-from chunkattn.remote.messages import Checkpoint
+from chunkattn.remote import client, first_host, group
+from chunkattn.remote.client import EngineClient
+from chunkattn.remote.first_host import FirstHost
+from chunkattn.remote.group_messages import End
+from chunkattn.remote.group_secret import VARIABLE
+from chunkattn.remote.messages import Checkpoint, Ended, Failed, encode
+from chunkattn.remote.other_host import OtherHost
 
 HOSTS = {"num_hosts": 2, "tensor_parallel_size": 2}
 
@@ -38,7 +43,7 @@ def context():
 def started(monkeypatch):
     """Addresses with which JAX would have been started."""
     found = []
-    monkeypatch.setattr(group, "initialize", lambda config, address: found.append((config.host_index, address)))
+    monkeypatch.setattr(group, "initialize", lambda config, address, bind=None: found.append((config.host_index, address)))
     return found
 
 
@@ -90,7 +95,7 @@ def test_who_takes_requests():
         AsyncLLM(**HOSTS, coordinator="127.0.0.1:1", host_index=1)
 
 
-def test_hosts_join_in_any_order_and_notice_an_end(context, started, port):
+def test_hosts_join_in_any_order_and_notice_an_end(context, started, port, monkeypatch):
     other = OtherHost(context, *of(1, port))
     joining = in_thread(other.join)
     time.sleep(0.3)
@@ -100,10 +105,41 @@ def test_hosts_join_in_any_order_and_notice_an_end(context, started, port):
     assert sorted(started) == [(0, started[0][1]), (1, started[0][1])]
     assert first.lost() is None
     assert other.lost() is None
+    monkeypatch.setattr(first_host, "_LEAVE_S", 0.2)
     first.end()
-    assert other.calls.poll(5000)
     assert other.receive() == [End()]
+    assert not other.has_ended
+    other.hear(busy=False)
+    assert other.has_ended
     other.end()
+
+
+def test_an_end_of_the_first_host_is_no_error(monkeypatch, caplog):
+    """The engine starts again as often as needed, and waits."""
+
+    class Ending:
+        """A process that ends because host 0 has, four times, and then fails."""
+
+        number = 0
+
+        def __init__(self, context):
+            self.exited, self.pid = asyncio.get_running_loop().create_future(), 1
+            Ending.number += 1
+
+        def listen(self, take):
+            take(encode([Ended("host 0 has ended") if self.number < 5 else Failed("ConfigError", "enough")]))
+            self.exited.set_result(int(self.number == 5))
+
+        dispose = send = lambda self, *_: None
+
+    async def start():
+        await EngineClient(EngineConfig(), lambda _: None).start(None)
+
+    monkeypatch.setattr(client, "WorkerProcess", Ending)
+    with caplog.at_level("INFO", "chunkattn"), pytest.raises(ConfigError, match="enough"):
+        asyncio.run(start())
+    assert caplog.text.count("host 0 has ended; the engine starts again and waits") == 4
+    assert "ERROR" not in caplog.text
 
 
 @pytest.mark.parametrize("dies", ["first", "other"])
@@ -153,7 +189,8 @@ def test_another_checkpoint_is_refused(context, started, port, tmp_path):
     other.end()
 
 
-def test_an_address_of_another_machine_is_refused(context, port):
+def test_an_address_of_another_machine_is_refused(context, port, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "a secret of the tests")
     with pytest.raises(ConfigError, match=r"coordinator '192\.0\.2\.1"):
         FirstHost(context, *of(0, port, coordinator="192.0.2.1:8476"))
     with pytest.raises(ConfigError, match="name an address of host 0"):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from chunkattn import LLM, AsyncLLM, ChunkedPrompt, SamplingParams
 from chunkattn.errors import EngineDeadError
 from tests.async_helpers import idle, last, until
 from tests.parallel.answers import ALGORITHMS, OPTIONS
+from tests.remote.strangers import GREETING, attack
 
 pytest_plugins = ["tests.async_faults"]
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
@@ -34,8 +36,8 @@ QUERY, ITEMS = [*range(2, 32)], [[3, 4, 5], [6], [7, 8, 9, 10, 11]]
 class Pair:
     """An `AsyncLLM` on host 0, and the process of host 1."""
 
-    def __init__(self, llm, other):
-        self.llm, self.other = llm, other
+    def __init__(self, llm, other, log):
+        self.llm, self.other, self.log = llm, other, log
 
     def engine_of_other(self):
         """Process id of the engine on host 1."""
@@ -62,15 +64,22 @@ def pair(loop, folder, tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} {DEVICES}")
     log = tmp_path_factory.mktemp("host") / "log"
+    cache = tmp_path_factory.mktemp("cache")
     command = [sys.executable, "-m", "chunkattn", "serve", folder, "--skip-tokenizer-init", "--host-index=1", *flags]
     with log.open("w") as output:
-        other = subprocess.Popen(command, stdout=output, stderr=output)
+        environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+        other = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
     try:
         llm = loop.run(AsyncLLM.start(folder, **options))
-        yield Pair(llm, other)
+        yield Pair(llm, other, log)
+        before = len(log.read_text())
         loop.run(llm.close())
+        time.sleep(2)
+        assert "host 0 has ended; the engine starts again and waits" in log.read_text()[before:]
         other.send_signal(signal.SIGTERM)
         assert other.wait(30) == 0
+        assert " ERROR " not in log.read_text()[before:]
+        assert any(cache.glob("jit__trace_step*")), "a host that follows keeps its programs"
     finally:
         other.kill()
         patch.undo()
@@ -118,6 +127,44 @@ def test_every_program_is_compiled_ahead_on_both(loop, pair):
         return await pair.llm.metrics()
 
     assert re.search(r"^chunkattn_compiles_after_warmup_total 0\.0$", loop.run(warm()), re.MULTILINE)
+
+
+def test_strangers_at_every_port_change_nothing(loop, pair):
+    """1,000 frames and streams to each port of ours: no answer changes, and no engine ends."""
+    engines = pair.llm.client.pid, pair.engine_of_other()
+    ports = {port for pid in (*engines, os.getpid(), pair.other.pid) for port in listening(pid) if greets(port)}
+    assert len(ports) == 2, "the coordinator's and the one for calls"
+
+    async def answer_meanwhile():
+        tokens, logprobs = await answers(pair.llm)
+        right = tokens, pytest.approx(logprobs, abs=1e-4)
+        attacks = [asyncio.to_thread(attack, port, count=1000, seed=port) for port in ports]
+        working = asyncio.gather(*attacks)
+        while not working.done():
+            assert await answers(pair.llm) == right
+        await working
+        assert await answers(pair.llm) == right
+
+    loop.run(answer_meanwhile())
+    assert (pair.llm.client.pid, pair.engine_of_other()) == engines
+    assert pair.llm.client.restarts == 0
+
+
+def listening(pid):
+    """TCP ports on which a process listens."""
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    ports = {f"socket:[{line[9]}]": int(line[1].rpartition(":")[2], 16) for line in lines if line[3] == "0A"}
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):
+            if (port := ports.get(os.readlink(descriptor))) is not None:
+                yield port
+
+
+def greets(port):
+    """Return whether a port speaks ZeroMQ's protocol. JAX's own do not."""
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+        return connection.recv(10) == GREETING
+    return False
 
 
 @pytest.mark.parametrize(

@@ -95,6 +95,7 @@ def random_messages(rng):
         remote.WarmupProgress(1, 2),
         remote.Ready(limits, 1.5),
         remote.Failed("ValueError", text()),
+        remote.Ended(text()),
         remote.Reply(3, bool(n % 2)),
         remote.Reply(4, (cached,) * n),
         remote.Reply(5, text() * 1000),
