@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -29,6 +30,7 @@ from chunkattn.fair_threads import FairThreads
 from chunkattn.remote import messages as wire
 from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.process import WorkerProcess, describe_exit
+from chunkattn.request_record import RECORD
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +148,11 @@ class EngineClient:
         return self.is_ready and self.warmup is not None and self.warmup[0] == self.warmup[1]
 
     @property
+    def compiling_s(self) -> float:
+        """Return the seconds for which the engine compiles a program at this moment; 0 if it does not."""
+        return self._beat.step_running_s if self._beat.busy == "compiling" else 0.0
+
+    @property
     def pid(self) -> int | None:
         """Return the process id of the engine, or None without a process."""
         return None if self._worker is None else self._worker.pid
@@ -168,7 +175,8 @@ class EngineClient:
                 f"{len(self._calls)} requests are on their way, max_queued_requests is {self.config.max_queued_requests}; "
                 "try again later"
             )
-        made = InflightRequests(self, timeout)
+        record = RECORD.get()
+        made = InflightRequests(self, timeout, None if record is None else record.new_call())
         self._calls.add(made)
         return made
 
@@ -192,7 +200,7 @@ class EngineClient:
             RequestError: a value cannot be sent.
         """
         self._check_ready()
-        self._send(requests)
+        self._send([wire.Sent(time.perf_counter()), *requests])
         self._owners |= {r.request_id: call for r in requests}
 
     def forget(self, request_id: str) -> None:

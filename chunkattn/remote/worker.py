@@ -62,6 +62,7 @@ class Worker:
         self.group: FirstHost | OtherHost | None = None
         self._closing = self._warms = False
         self._warmed_at = 0.0
+        self._sent_at: float | None = None
         self.core: EngineCore
 
     def start(self) -> float:
@@ -184,9 +185,11 @@ class Worker:
         match message:
             case GenerateRequest() | ScoreRequest() | PrecomputeRequest():
                 try:
-                    self.core.add(message, checked=True)
+                    self.core.add(message, checked=True, arrived_at=self._sent_at)
                 except RequestError as error:
                     return RequestFailed(message.request_id, str(error), error.param)
+            case wire.Sent(at):
+                self._sent_at = min(at, time.perf_counter())
             case wire.Abort(request_id):
                 self.core.abort(request_id)
             case wire.Stop(request_id, sample):

@@ -13,6 +13,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.server import errors
 from chunkattn.server.middleware import METRICS_PATH, Gate, HeadAsGet
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.request_log import TIMING_HEADER, TOKENS_HEADER
 from chunkattn.server.routes import decisions, documents, generation, page, reports, scoring, status, systemone, tokens
 from chunkattn.server.routing import RouteTable
 from chunkattn.server.state import ServerState
@@ -78,6 +79,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         description="LLM inference for prompts made of many independent pieces.",
         docs_url=None,  # the docs pages load scripts from other hosts
         redoc_url=None,
+        telemetry={"tracing": False},  # the gate makes the spans, with and without FastAPI; versions before 0.142 ignore this
         responses=errors.error_responses(401, 403, 413, 500),
     )
     app.state.server = state
@@ -94,7 +96,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
             allow_methods=state.config.allowed_methods,
             allow_headers=state.config.allowed_headers,
             allow_credentials=state.config.allow_credentials,
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", TIMING_HEADER, TOKENS_HEADER],
         )
     work = errors.error_responses(400, 404, 429, 503, 504)
     app.include_router(generation.router, responses=_STREAM | work)

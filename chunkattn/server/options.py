@@ -11,7 +11,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.options import options_of
 
 LOG_FORMATS = ("text", "json")
-_FROM_ZERO = ("priority_range", "stream_heartbeat_s", "min_label_mass")
+_FROM_ZERO = ("priority_range", "stream_heartbeat_s", "min_label_mass", "slow_request_s")
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
@@ -39,6 +39,10 @@ class ServerConfig:
         root_path: path below which a proxy serves this server, such as "/llm". Requests may come with or without it.
         ready_when_warm: report readiness, in `/readyz`, `/health` and the output, only once every program is compiled. Requests
             are accepted before that.
+        slow_request_s: time in seconds from which the log marks a request with `slow` and the part that took the most time; 0
+            marks none.
+        timing_headers: send the headers `Server-Timing`, with the times of the request, and `X-Chunkattn-Tokens`, with its
+            prompt, cached and computed tokens. A stream has those up to its first token.
         log_format: format of the log, "text" or "json", for the engine process too; one line per request in both formats.
         api_key_file: file of named API keys, one `name:key` per line, read again at SIGHUP. Clients of different names share no
             cache and no documents, and each name has its quotas. Without a key file, only `api_key` is accepted.
@@ -85,6 +89,8 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     root_path: str = ""
     ready_when_warm: bool = False
+    slow_request_s: float = 10.0
+    timing_headers: bool = False
     log_format: str = "text"
     api_key_file: str | None = None
     metrics_key: str | None = None

@@ -15,6 +15,7 @@ from fastapi import Depends, Request
 
 from chunkattn.fair_threads import FairThreads
 from chunkattn.parsers import PromptParser
+from chunkattn.request_record import RECORD
 from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.cache_report import CacheReports
@@ -121,6 +122,8 @@ class ServerState:
         Raises:
             ApiError: 404, the server serves another model.
         """
+        if (record := RECORD.get()) is not None:
+            record.model = self.model_name
         if name is not None and name not in self.model_names:
             text = f"the model {name!r} is not served here; it is {' or '.join(map(repr, self.model_names))}"
             raise ApiError(404, text, param="model", code="model_not_found")
