@@ -46,9 +46,10 @@ def metrics(of: str = "server") -> list[Any]:
 
     from chunkattn.engine.metrics import EngineMetrics
     from chunkattn.gateway.metrics import GatewayMetrics
+    from chunkattn.server.engine_gauges import EngineGauges
     from chunkattn.server.middleware import HttpMetrics
 
-    holders: tuple[Any, ...] = (EngineMetrics(), HttpMetrics())
+    holders: tuple[Any, ...] = (EngineMetrics(), EngineGauges(), HttpMetrics())
     if of == "gateway":
         holders = (GatewayMetrics(CollectorRegistry()),)
     return [value for holder in holders for value in vars(holder).values() if hasattr(value, "describe")]

@@ -146,6 +146,17 @@ class WarmupProgress:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """Metrics of the engine, sent unasked where it will soon be busy for long.
+
+    Attributes:
+        metrics: metrics in Prometheus' text format.
+    """
+
+    metrics: str
+
+
+@dataclass(frozen=True)
 class Ready:
     """Notice that the engine takes requests.
 
@@ -186,7 +197,7 @@ class Reply:
 
 
 ToWorker = Message | Start | Sent | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
-FromWorker = EngineOutput | Heartbeat | WarmupProgress | Ready | Failed | Reply
+FromWorker = EngineOutput | Snapshot | Heartbeat | WarmupProgress | Ready | Failed | Reply
 
 _FRAMES = Frames(get_args(ToWorker | FromWorker), to_plain, from_plain)
 

@@ -85,7 +85,7 @@ class Worker:
             self._clock.begin("compiling" if self.core.warm_ups.is_waiting else None)
             self._warms = self.core.warm_ups.advance()
         _freeze()
-        self._send([wire.Ready(self.core.limits, import_s), *self._progress()])
+        self._send([wire.Ready(self.core.limits, import_s), *self._progress(), wire.Snapshot(self.core.metrics_text())])
         return start.heartbeat_s
 
     def _join(self, start: wire.Start) -> FirstHost | None:
@@ -154,7 +154,7 @@ class Worker:
             self._clock.begin()
             self._warms = self.core.warm_beside()
             self._warmed_at = time.monotonic()
-            self._send(self._progress())
+            self._send([*self._progress(), wire.Snapshot(self.core.metrics_text())])
             if not self._warms:
                 _freeze()
         return self._warms
