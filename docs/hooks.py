@@ -289,6 +289,13 @@ def _body_table(name: str) -> str:
     return _table(*rows)
 
 
+def _errors_table() -> str:
+    """Codes of all error answers."""
+    from chunkattn.server.error_codes import CODES
+
+    return _table(("status", "`code`", "when"), *((str(code.status), f"`{code.code}`", code.when) for code in CODES))
+
+
 def _no_effect_table() -> str:
     """Fields that are accepted and have no effect, and the bodies and objects that take them."""
     from chunkattn.server.protocol.decisions import FunctionCall, InputText
@@ -375,6 +382,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "routes": lambda _: _routes_table(),
     "body": _body_table,
     "no-effect": lambda _: _no_effect_table(),
+    "errors": lambda _: _errors_table(),
 }
 _END = "<!-- end of table -->"
 _TABLE = re.compile(rf"<!-- table: ([\w-]+) ?(.*?) ?-->\n(?:(?:(?!<!-- table:).)*?{_END}\n)?", re.DOTALL)

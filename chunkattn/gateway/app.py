@@ -168,7 +168,7 @@ class Gateway:
                 await response(scope, receive, send)
                 return
             if self.state.draining:
-                raise ApiError(503, "the gateway is draining; try another one", code="draining", **{"Retry-After": "1"})
+                raise ApiError(503, "the gateway is draining; try another one", code="server_draining", **{"Retry-After": "1"})
             if path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
                 raise ApiError(404, f"the gateway has no route {path}", code="not_found")
             if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
