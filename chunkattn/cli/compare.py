@@ -134,11 +134,12 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
     prefix_a, *chunks_a, question_a = (_ids(a, s) for s in a.segments)
     prefix_b, *chunks_b, question_b = (_ids(b, s) for s in b.segments)
     salted, kinds = first.salt == second.salt, a.is_plain == b.is_plain
+    start_a = question_a if a.is_plain else prefix_a  # a plain prompt is cached as a prefix is
     made = []
     follows = salted and kinds and prefix_a == prefix_b
     if not b.is_plain:
         whole = prefix_a == prefix_b
-        reused = 0 if not (salted and kinds) else len(prefix_b) if whole else _blocks(prefix_a, prefix_b, block_size)
+        reused = 0 if not salted else len(prefix_b) if follows else _blocks(start_a, prefix_b, block_size)
         made.append(PartMatch("prefix", len(prefix_b), reused, "equal" if whole else "differs", prefix_a, prefix_b))
         starts = [(int(a.positions[s.start]) if s.end > s.start else 0) for s in a.segments[1:-1]]
         for number, (chunk, segment) in enumerate(zip(chunks_b, b.segments[1:-1], strict=True)):
@@ -156,10 +157,13 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
                 text += ", but its position differs" if follows else ", but what comes before it differs"
             other = None if places or number >= len(chunks_a) else chunks_a[number]
             made.append(PartMatch(segment.name, len(chunk), reused, text, other, chunk))
-    follows = follows and sorted(chunks_a) == sorted(chunks_b)
-    reused = _blocks(question_a, question_b[:-1], block_size) if follows else 0
+    follows = follows and sorted(filter(None, chunks_a)) == sorted(filter(None, chunks_b))
+    if b.is_plain:
+        reused = _blocks(start_a, question_b[:-1], block_size) if salted else 0
+    else:
+        reused = _blocks(question_a, question_b[:-1], block_size) if follows else 0
     text = "equal" if question_a == question_b else "differs"
-    if text == "equal" and not follows:
+    if text == "equal" and not (follows or b.is_plain):
         text += ", but what comes before it differs"
     made.append(PartMatch("prompt" if b.is_plain else "question", len(question_b), reused, text, question_a, question_b))
     return made
@@ -192,7 +196,7 @@ def compared(first: Side, second: Side, tokenizer: PreTrainedTokenizerBase, bloc
         yield f"salt: A has {first.salt!r}, B has {second.salt!r}; prompts of different salts share nothing"
     if first.prompt.layout.is_plain != second.prompt.layout.is_plain:
         kinds = ["plain" if side.prompt.layout.is_plain else "in parts" for side in (first, second)]
-        yield f"kind: A is {kinds[0]}, B is {kinds[1]}; a plain prompt and one in parts share nothing"
+        yield f"kind: A is {kinds[0]}, B is {kinds[1]}; they share the blocks at their start alone"
     for part in parts:
         yield f"{part.name}: {part.text}; {part.reused} of {part.tokens} tokens could come from the cache"
         if part.first is not None and part.first != part.second:

@@ -25,6 +25,7 @@ PAIRS = {
     "plain": ([LONG + "Ana"], [LONG + "Bo"]),
     "plain, equal": ([LONG], [LONG]),
     "plain after parts": ([PREFIX, ANA, QUESTION], [PREFIX + ANA + QUESTION]),
+    "parts after plain": ([PREFIX + ANA + QUESTION], [PREFIX, ANA, QUESTION]),
     "no prefix": (["", ANA, QUESTION], ["", BO, QUESTION]),
 }
 
