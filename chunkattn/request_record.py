@@ -198,7 +198,7 @@ class RequestRecord:
 
 @dataclass(frozen=True)
 class RequestSummary:
-    """What one request of a client cost and waited for: tokens of all prompts or items, and the longest of their waits.
+    """Costs and waits of one request of a client: tokens of all prompts or items, and the longest of their waits.
 
     Attributes:
         prompt_tokens: tokens of the prompts, as in the answer's usage.
