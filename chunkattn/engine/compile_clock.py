@@ -41,6 +41,10 @@ class CompileClock:
         finally:
             self._leave()
 
+    def settle(self) -> None:
+        """Drop a compilation that has begun in the present thread: an exception has ended it, of which JAX announces no end."""
+        self._local.depth = 0
+
     @property
     def count(self) -> int:
         """Return a number that grows with every compilation that this thread has ended."""

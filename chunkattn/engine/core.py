@@ -448,6 +448,7 @@ class EngineCore:
 
     def _recover(self, failed: Iterable[Request]) -> None:
         """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool."""
+        COMPILING.settle()
         self.meter.forget()
         self._ahead.forget()
         self.runner.while_waiting = self._unchecked = self._planning_error = None

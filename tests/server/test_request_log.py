@@ -251,6 +251,12 @@ def test_the_clock_of_compilations_counts_what_overlaps(monkeypatch):
             clock._ended("/jax/core/compile/x", 0.0)
     assert [clock.seconds(since) for since in (0.0, 1.5, 6.0, 9.0)] == [4.0, 3.5, 2.0, 0.0]
     assert clock.count == 2
+    clock._begun("/jax/core/compile/x", 0)  # an exception ends it
+    clock.settle()
+    now[0] = 10.0
+    with clock.compiling():
+        now[0] = 11.0
+    assert clock.seconds(9.0) == 1.0
 
 
 # Spans
