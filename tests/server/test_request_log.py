@@ -115,11 +115,15 @@ def test_every_route_of_the_engine_has_one_line_with_tokens_and_times(exchange, 
     assert answer.status_code == 200, answer.text
     assert len([record for record in caplog.records if record.name == "chunkattn.server.access"]) == 1
     assert (fields["id"], fields["route"], fields["status"], fields["method"]) == ("mine", path, 200, "POST")
-    assert fields["prompt_tokens"] == fields["cached_tokens"] + fields["computed_tokens"] > 0
+    usage = answer.json().get("usage", {})
+    assert fields["prompt_tokens"] > 0
+    if path in (COMPLETION, CHAT, CACHE):
+        assert fields["prompt_tokens"] == fields["cached_tokens"] + fields["computed_tokens"]
+    elif "computed_tokens" in usage:
+        assert fields["computed_tokens"] == usage["computed_tokens"]
     assert (fields["queue_s"] / 0.25, fields["compile_s"] / 1.5) in ((1.0, 1.0), (2.0, 2.0))  # in one stage or two
     assert fields["prepare_s"] >= 0
-    if (usage := answer.json().get("usage")) is not None:
-        assert fields["prompt_tokens"] == usage.get("prompt_tokens", usage.get("input_tokens"))
+    assert usage.get("prompt_tokens", usage.get("input_tokens", fields["prompt_tokens"])) == fields["prompt_tokens"]
     assert text.startswith(f"POST {path} 200 in ")
     for name in ("prompt_tokens", "cached_tokens", "computed_tokens", "document_tokens", "queue_s", "compile_s"):
         assert f" {name}=" in text
@@ -159,9 +163,9 @@ def test_failures_have_a_line(exchange):
 
 def test_a_request_that_the_engine_has_not_answered_tells_what_the_engine_did(exchange):
     beat = wire.Heartbeat(30.0, "compiling")
-    answer, fields, _ = exchange(COMPLETION, PROMPT, kind="silent", beat=beat, request_timeout_s=0.05, slow_request_s=0.01)
+    answer, fields, _ = exchange(COMPLETION, PROMPT, kind="silent", beat=beat, request_timeout_s=0.6, slow_request_s=0.01)
     assert answer.status_code == 504
-    assert 0 < fields["compile_s"] < 1.0  # what it has waited, not the whole compilation
+    assert 0 < fields["compile_s"] < 2.0  # what it has waited, not the whole compilation
     assert fields["slow"] == "compile"
     assert "queue_s" not in fields
     assert "cached_tokens" not in fields

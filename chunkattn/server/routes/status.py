@@ -72,13 +72,13 @@ async def readyz(state: State, warm: Warm = False) -> Response:
         body["warmup"] = dict(zip(("done", "total"), client.warmup))
     if client.compiling_s:
         body["compiling_s"] = round(client.compiling_s, 3)
-    if (reason := _reason(status, state)) is not None:
-        body["reason"] = reason
+    if status != "ready":
+        body["reason"] = _reason(status, state)
     return JSONResponse(body, 200 if status == "ready" else 503)
 
 
-def _reason(status: str, state: ServerState) -> str | None:
-    """Return why a status is what it is; None of a ready server."""
+def _reason(status: str, state: ServerState) -> str:
+    """Return why a server is not ready."""
     client = state.llm.client
     match status:
         case "unresponsive":
@@ -90,7 +90,7 @@ def _reason(status: str, state: ServerState) -> str | None:
             return "the server has got SIGTERM, and finishes running requests"
         case "starting" if client.is_ready:
             return "stored documents are being restored"
-    return client.reason or None
+    return client.reason
 
 
 @router.get("/metrics", response_class=Response, responses=_METRICS)
