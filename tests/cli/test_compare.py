@@ -1,6 +1,8 @@
 """`chunkattn inspect --compare`: where two prompts part, and what it says the cache can reuse beside what the engine reuses."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -93,3 +95,14 @@ def test_salts_files_and_faults(tmp_path):
 
 def test_hidden_characters_become_visible():
     assert visible("a b\n\t\r\u200b\u00a0é\u0301") == "a·b↵→␍<U+200B><U+00A0>é<U+0301>"
+
+
+def test_the_guide_shows_what_it_prints(tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "slow.md").read_text()
+    texts = re.findall(r'^  "(Read .*?)"', page, flags=re.MULTILINE)
+    assert compare(*texts) in page
+    (given,) = (json.loads(block) for block in re.findall(r"```json\n(.*?)```", page, flags=re.DOTALL))
+    later = json.loads(json.dumps(given).replace("09:15", "09:16"))
+    a, b, c = body(tmp_path, "a", **given), body(tmp_path, "b", **later), body(tmp_path, "c", **given, cache_salt="team-b")
+    assert compare(a, b) in page
+    assert compare(a, c) in page
