@@ -29,13 +29,14 @@ from chunkattn.fair_threads import FairThreads
 from chunkattn.focus import FocusLike
 from chunkattn.models.loader import open_files
 from chunkattn.options import list_options
-from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
+from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput, ScoreUsage
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import as_list, chat_options
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.messages import Checkpoint
+from chunkattn.request_record import RECORD
 
 T = TypeVar("T")
 
@@ -581,7 +582,9 @@ class AsyncLLM:
             job, begun = await call.prepare(begin)
             try:
                 await self._run_stages(call, job, begun)
-                return await self.threads.run(job.result)
+                result = await self.threads.run(job.result)
+                _count_usage(result)
+                return result
             except BaseException:
                 call.abort()  # before `unpin`, so that the engine pins nothing afterwards
                 self.client.unpin(job.pins)
@@ -623,6 +626,14 @@ def snapshot(output: RequestOutput) -> RequestOutput:
         for o in output.outputs
     ]
     return replace(output, outputs=copies)
+
+
+def _count_usage(result: Any) -> None:
+    """Add the usage of scores, a ranking or decisions to the record of the request that asked for them."""
+    if (record := RECORD.get()) is not None:
+        for output in result if isinstance(result, list) else [result]:
+            if isinstance(usage := getattr(output, "usage", None), ScoreUsage):
+                record.count(usage.prompt_tokens, usage.cached_tokens, usage.computed_tokens)
 
 
 def _check_timeout(timeout: float | None) -> float | None:

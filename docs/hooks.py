@@ -46,9 +46,10 @@ def metrics(of: str = "server") -> list[Any]:
 
     from chunkattn.engine.metrics import EngineMetrics
     from chunkattn.gateway.metrics import GatewayMetrics
+    from chunkattn.server.engine_gauges import EngineGauges
     from chunkattn.server.middleware import HttpMetrics
 
-    holders: tuple[Any, ...] = (EngineMetrics(), HttpMetrics())
+    holders: tuple[Any, ...] = (EngineMetrics(), EngineGauges(), HttpMetrics())
     if of == "gateway":
         holders = (GatewayMetrics(CollectorRegistry()),)
     return [value for holder in holders for value in vars(holder).values() if hasattr(value, "describe")]
@@ -288,6 +289,13 @@ def _body_table(name: str) -> str:
     return _table(*rows)
 
 
+def _errors_table() -> str:
+    """Codes of all error answers."""
+    from chunkattn.server.error_codes import CODES
+
+    return _table(("status", "`code`", "when"), *((str(code.status), f"`{code.code}`", code.when) for code in CODES))
+
+
 def _no_effect_table() -> str:
     """Fields that are accepted and have no effect, and the bodies and objects that take them."""
     from chunkattn.server.protocol.decisions import FunctionCall, InputText
@@ -373,6 +381,7 @@ TABLES: dict[str, Callable[[str], str]] = {
     "routes": lambda _: _routes_table(),
     "body": _body_table,
     "no-effect": lambda _: _no_effect_table(),
+    "errors": lambda _: _errors_table(),
 }
 _END = "<!-- end of table -->"
 _TABLE = re.compile(rf"<!-- table: ([\w-]+) ?(.*?) ?-->\n(?:(?:(?!<!-- table:).)*?{_END}\n)?", re.DOTALL)

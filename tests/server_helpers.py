@@ -91,4 +91,5 @@ def is_idle(client):
     """Return whether the engine holds nothing for anybody."""
     text = client.get("/metrics").text
     names = ['chunkattn_pages{state="used"}', *(f'chunkattn_requests_now{{state="{s}"}}' for s in ("waiting", "running"))]
-    return all(f"{name} 0.0" in text for name in names)
+    age = re.search(r"^chunkattn_engine_metrics_age_seconds (\S+)$", text, re.MULTILINE)
+    return all(f"{name} 0.0" in text for name in names) and (age is None or float(age[1]) < 0.1)  # those of now

@@ -140,7 +140,7 @@ def _bar(value: float, width: int = 20) -> str:
 
 
 @command(app)
-@with_options((EngineConfig, None, f"tokenizer {_CHUNKS}"))
+@with_options((EngineConfig, None, f"tokenizer {_CHUNKS} block_size"))
 def inspect(
     prompt: PromptText = None,
     prefix: PrefixPart = None,
@@ -148,9 +148,16 @@ def inspect(
     question: QuestionPart = None,
     model: Model = None,
     plot: Annotated[Path | None, typer.Option(help="File for a picture of mask and positions (.png, .svg, .pdf).")] = None,
+    compare: Annotated[
+        tuple[str, str] | None,
+        typer.Option(
+            help="Two prompts: texts, files, or files with JSON bodies. Shows where they part and what B reuses.", metavar="A B"
+        ),
+    ] = None,
     **engine: Any,
 ) -> None:
     """Show how a prompt is parsed: parts, tokens, positions. The command loads the tokenizer only."""
+    from chunkattn.cli.compare import DEFAULT_BLOCK_SIZE, compared, read_side
     from chunkattn.models.loader import load_model_tokenizer
 
     loaded, config = load_model_tokenizer(model, engine["tokenizer"]), make_config(model, engine)
@@ -162,6 +169,13 @@ def inspect(
         chunk_aware=True,
         document_template=pick_template(config.document_template, loaded),
     )
+    if compare is not None:
+        if prompt is not None or prefix is not None or document or question is not None or plot is not None:
+            raise RequestError("--compare takes both prompts itself; leave the other prompt and --plot out")
+        first, second = (read_side(given, parser, loaded) for given in compare)
+        for line in compared(first, second, loaded, config.block_size or DEFAULT_BLOCK_SIZE):
+            print(line)
+        return
     layout = parser.parse(prompt_of(prompt, prefix, document, question)).layout
     console.print(layout_table(layout, loaded))
     console.print(layout_summary(layout))

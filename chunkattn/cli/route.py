@@ -15,7 +15,7 @@ from chunkattn.server.options import ServerConfig
 _SERVER = (
     "host port api_key api_key_file metrics_key request_timeout_s max_body_bytes max_body_bytes_per_client drain_timeout_s "
     "max_cached_documents max_cached_documents_per_key "
-    "max_connections header_timeout_s body_timeout_s write_timeout_s timeout_keep_alive log_format "
+    "max_connections header_timeout_s body_timeout_s write_timeout_s timeout_keep_alive slow_request_s log_format "
     "allowed_origins allowed_methods allowed_headers allow_credentials"
 )
 

@@ -13,6 +13,7 @@ import numpy as np
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
 from chunkattn.engine.ahead import Ahead
+from chunkattn.engine.compile_clock import COMPILING
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.host_calls import ALONE
 from chunkattn.engine.isolation import Isolation, not_finite, stuck
@@ -27,7 +28,7 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import Readouts, accept_token, cached_tokens, prompt_tokens, read_step
+from chunkattn.engine.readout import Readouts, accept_token, cached_tokens, prompt_tokens, read_step, request_stats
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Scheduler
@@ -114,12 +115,13 @@ class EngineCore:
 
     # Requests
 
-    def add(self, message: Message, *, checked: bool = False) -> None:
+    def add(self, message: Message, *, checked: bool = False, arrived_at: float | None = None) -> None:
         """Queue a request.
 
         Args:
             message: request with its chunks in the user's order.
             checked: whether the caller has checked the message.
+            arrived_at: arrival on the clock of `time.perf_counter`, if the message has waited for this call; None for now.
 
         Raises:
             RequestError: as `EngineLimits.check`, or the request id is in use.
@@ -130,7 +132,7 @@ class EngineCore:
             self.limits.check(message)
         self._arrivals += 1
         request = Request.of(message, self.limits, arrival=self._arrivals)
-        request.added_at = time.perf_counter()
+        request.added_at = time.perf_counter() if arrived_at is None else arrived_at
         self.requests[request.request_id] = request
         self._readouts.expect(request)
         if self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
@@ -387,9 +389,9 @@ class EngineCore:
         concerned = [r for r in dict.fromkeys(self._concerned) if self._is_alive(r) or r.request_id not in answered]
         failed = self.isolation.blame(concerned or [*self.requests.values(), *self._pins.values()], spans)
         self._recover(failed)
-        names, reason = {r.request_id for r in failed}, f"{type(error).__name__}: {error}"
-        self._outputs = [output for output in self._outputs if output.request_id not in names]
-        self._outputs += [RequestFailed(name, reason) for name in sorted(names)]
+        by_name, reason = {r.request_id: r for r in failed}, f"{type(error).__name__}: {error}"
+        self._outputs = [output for output in self._outputs if output.request_id not in by_name]
+        self._outputs += [RequestFailed(name, reason, stats=request_stats(by_name[name])) for name in sorted(by_name)]
 
     def _is_alive(self, request: Request) -> bool:
         name = request.request_id
@@ -399,8 +401,9 @@ class EngineCore:
         """Place the waiting requests that fit, and fetch their parts from disk."""
         while request := self.scheduler.admit():
             self._concerned.append(request)
-            if not request.computed.any() and not request.samples[0].output_ids:
-                self.metrics.queue_time.observe(time.perf_counter() - request.added_at)
+            if request.admitted_at is None:
+                request.admitted_at = time.perf_counter()
+                self.metrics.queue_time.observe(request.admitted_at - request.added_at)
             if self.disk is not None:
                 self.disk.load(request)
 
@@ -434,7 +437,7 @@ class EngineCore:
                 continue
             cached = cached_tokens(request)
             self.metrics.count_cached(cached, prompt_tokens(request))
-            self._outputs.append(PrecomputeResult(request.request_id, cached))
+            self._outputs.append(PrecomputeResult(request.request_id, cached, request_stats(request)))
             self._persisted |= request.precompute is not None and request.precompute.persist
             if request.precompute and request.precompute.pin:
                 self._pins[request.request_id] = request
@@ -448,6 +451,7 @@ class EngineCore:
 
     def _recover(self, failed: Iterable[Request]) -> None:
         """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool."""
+        COMPILING.settle()
         self.meter.forget()
         self._ahead.forget()
         self.runner.while_waiting = self._unchecked = self._planning_error = None
@@ -476,7 +480,8 @@ class EngineCore:
     def warm_beside(self) -> bool:
         """Compile the next program beside requests. Return whether programs are left. An exception ends the warm-up alone."""
         try:
-            return self.warm_ups.advance()
+            with COMPILING.compiling():
+                return self.warm_ups.advance()
         except Exception as error:
             if self._ends_hosts(error):
                 raise

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import jax.numpy as jnp
 
 from chunkattn.engine.messages import RequestFailed
+from chunkattn.engine.readout import request_stats
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.step import Span
@@ -86,7 +87,9 @@ def stuck(request: Request) -> RequestFailed:
         f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages, "
         "and pinned documents leave too few; send a shorter prompt, unpin documents or raise kv_cache_memory_bytes"
     )
-    return RequestFailed(request.request_id, reason, "prompt" if request.sampling else None, fits=False)
+    return RequestFailed(
+        request.request_id, reason, "prompt" if request.sampling else None, fits=False, stats=request_stats(request)
+    )
 
 
 def not_finite(request: Request, token_id: int, dtype: jnp.dtype) -> RequestFailed:
@@ -101,4 +104,4 @@ def not_finite(request: Request, token_id: int, dtype: jnp.dtype) -> RequestFail
     if dtype == jnp.float16:
         cause = 'dtype="float16" probably overflows; use dtype="bfloat16" or "float32"'
     reason = f"the model's values at token id {token_id} are NaN or infinite: {cause}"
-    return RequestFailed(request.request_id, reason, finite=False)
+    return RequestFailed(request.request_id, reason, finite=False, stats=request_stats(request))

@@ -170,6 +170,27 @@ class CachedTokens:
 
 
 @dataclass(frozen=True)
+class RequestStats:
+    """Waits and cache hits of a request so far. Times are in seconds since its arrival.
+
+    Attributes:
+        queue_s: time until the request was first admitted to a step.
+        first_token_s: time until its first token; None for requests that generate nothing.
+        compile_s: time in which the engine compiled programs, before or after the admission. The request waited meanwhile.
+        preemptions: number of times that the request lost its pages and started over.
+        cached_tokens: prompt tokens that the request did not compute.
+        cached_chunk_tokens: those of chunks.
+    """
+
+    queue_s: float
+    first_token_s: float | None
+    compile_s: float
+    preemptions: int
+    cached_tokens: int
+    cached_chunk_tokens: int
+
+
+@dataclass(frozen=True)
 class TokenOutput:
     """Next tokens of one sample.
 
@@ -181,6 +202,7 @@ class TokenOutput:
         finish_reason: `"stop"` or `"length"`; None while the sample continues.
         stop_reason: stop token id that ended the sample; None for an end-of-sequence token.
         cached: cached prompt tokens; sent with the first output of every sample.
+        stats: sent with the first output of every sample, and again after a compilation or a preemption.
     """
 
     request_id: str
@@ -190,6 +212,7 @@ class TokenOutput:
     finish_reason: str | None = None
     stop_reason: int | None = None
     cached: CachedTokens | None = None
+    stats: RequestStats | None = None
 
 
 @dataclass(frozen=True)
@@ -217,12 +240,14 @@ class ScoreResult:
             length of the longest list of labels; shorter rows end in -inf.
         rates: cost model of the engine's steps, as known now.
         computed: tokens that this request computed.
+        stats: waits and cache hits of the request.
     """
 
     request_id: str
     logprobs: np.ndarray
     rates: StepRates
     computed: int
+    stats: RequestStats | None = None
 
 
 @dataclass(frozen=True)
@@ -232,10 +257,12 @@ class PrecomputeResult:
     Attributes:
         request_id: id of the request.
         cached: tokens that this request did not compute.
+        stats: waits and cache hits of the request.
     """
 
     request_id: str
     cached: CachedTokens
+    stats: RequestStats | None = None
 
 
 @dataclass(frozen=True)
@@ -248,6 +275,7 @@ class RequestFailed:
         param: argument that the caller can change to avoid the failure, or None.
         finite: False if the request failed because a value of it is NaN or infinite.
         fits: False if the request failed because pages that others keep leave too few for it.
+        stats: waits and cache hits of the request; None if it was not accepted.
     """
 
     request_id: str
@@ -255,6 +283,7 @@ class RequestFailed:
     param: str | None = None
     finite: bool = True
     fits: bool = True
+    stats: RequestStats | None = None
 
     def error(self) -> CapacityError | EngineError:
         """Return the exception for the caller."""

@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from chunkattn.engine.compile_clock import COMPILING
 from chunkattn.engine.messages import (
     CachedTokens,
     EngineOutput,
     PromptLogprobsOutput,
+    RequestStats,
     ScoreResult,
     StepRates,
     TokenLogprobs,
@@ -175,7 +177,7 @@ def score_result(request: Request, rows: dict[int, Any], rates: StepRates) -> Sc
     values = np.full((len(rows), max(map(len, rows.values()))), -np.inf, np.float32)
     for number, row in rows.items():
         values[number, : len(row)] = row
-    return ScoreResult(request.request_id, values, rates, int(request.computed.sum()))
+    return ScoreResult(request.request_id, values, rates, int(request.computed.sum()), request_stats(request))
 
 
 def prompt_output(request: Request, rows: dict[int, Any]) -> PromptLogprobsOutput:
@@ -208,15 +210,19 @@ def accept_token(
     request, params, now = computed_by.request, computed_by.params, time.perf_counter()
     sample = next(s for s in request.samples if s.number == number)
     length, cached = len(sample.output_ids) + 1, None
+    stats = None
     if length == 1:
         cached = cached_tokens(request)
         if number == 0:
             if not request.prompt_only:
+                request.first_token_at = now
                 metrics.first_token.observe(now - request.added_at)
             metrics.count_cached(cached, prompt_tokens(request))
     else:
         metrics.inter_token.observe(now - sample.last_token_at)
     sample.last_token_at = now
+    if length == 1 or request.told != (COMPILING.count, request.preemptions):
+        stats = request_stats(request)
     tokens: tuple[int, ...] = (token,)
     finish_reason, stop_reason = None, None
     if request.prompt_only:  # nothing was sampled
@@ -230,8 +236,23 @@ def accept_token(
         finish_reason = "length"
     # Adjacent statements leave an interrupt little time between them.
     sample.output_ids.append(token)
-    outputs.append(TokenOutput(request.request_id, number, tokens, logprobs, finish_reason, stop_reason, cached))
+    outputs.append(TokenOutput(request.request_id, number, tokens, logprobs, finish_reason, stop_reason, cached, stats))
     return sample if finish_reason else None
+
+
+def request_stats(request: Request) -> RequestStats:
+    """Return the waits and cache hits of a request so far. Call it in the engine's thread, whose compilations count."""
+    request.told = COMPILING.count, request.preemptions
+    computed, layout = request.computed, request.layout
+    chunks = computed[layout.prefix_len : layout.question_start]
+    return RequestStats(
+        queue_s=(request.admitted_at or time.perf_counter()) - request.added_at,
+        first_token_s=None if request.first_token_at is None else request.first_token_at - request.added_at,
+        compile_s=COMPILING.seconds(request.added_at),
+        preemptions=request.preemptions,
+        cached_tokens=len(computed) - int(computed.sum()),
+        cached_chunk_tokens=len(chunks) - int(chunks.sum()),
+    )
 
 
 def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:

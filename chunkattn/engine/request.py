@@ -51,6 +51,10 @@ class Request:
         root: private root of the trie, or None if the request shares the cache.
         finite_end: token index of the first token whose values are not finite; the request has failed there.
         added_at: arrival in seconds on the clock of `time.perf_counter`.
+        admitted_at: time of the first admission on that clock; None before.
+        first_token_at: time of the first token on that clock; None before.
+        preemptions: number of times that the request was preempted.
+        told: number of compilations and of preemptions that the last `RequestStats` knew of.
     """
 
     request_id: str
@@ -80,6 +84,10 @@ class Request:
     root: Block | None = None
     finite_end: int = sys.maxsize
     added_at: float = 0.0
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    preemptions: int = 0
+    told: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         self.computed = np.zeros(len(self.layout), bool)

@@ -150,6 +150,7 @@ class Scheduler:
     def preempt(self, request: Request) -> None:
         """Return a running request to the queue for lack of pages."""
         self.preemptions += 1
+        request.preemptions += 1
         self.send_back(request)
 
     def send_back(self, request: Request) -> None:

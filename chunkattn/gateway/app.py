@@ -17,6 +17,7 @@ from chunkattn.gateway.forget import FORGET, forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.relay import Relay
+from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
@@ -116,6 +117,7 @@ class Gateway:
         )
         self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
         self.documents.places.is_ready = lambda name: name in self.watch.states and self.watch.states[name].is_ready
+        self._replica_metrics = ReplicaMetrics(replicas, options.report_timeout_s)
         self._measure = TextMeasure(self._count_tokens)
         self._measuring: asyncio.Task[None] | None = None
         self._relay = Relay(
@@ -147,6 +149,7 @@ class Gateway:
         """Disconnect."""
         if self._measuring is not None:
             self._measuring.cancel()
+        await self._replica_metrics.close()
         await self.documents.close()
         await self.watch.close()
         await self.replicas.close()
@@ -173,7 +176,7 @@ class Gateway:
                 await response(scope, receive, send)
                 return
             if self.state.draining:
-                raise ApiError(503, "the gateway is draining; try another one", code="draining", **{"Retry-After": "1"})
+                raise ApiError(503, "the gateway is draining; try another one", code="server_draining", **{"Retry-After": "1"})
             if path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
                 raise ApiError(404, f"the gateway has no route {path}", code="not_found")
             if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
@@ -213,15 +216,7 @@ class Gateway:
 
     async def _show_metrics(self) -> Response:
         """Return the gateway's metrics and those of every replica, with a label for each."""
-        names = self.watch.ready()
-
-        async def read(name: str) -> str:
-            try:
-                async with asyncio.timeout(self.options.report_timeout_s):
-                    return await self.replicas.metrics(name)
-            except (ReplicaGoneError, TimeoutError):
-                return ""
-
+        texts = await self._replica_metrics.read(self.watch.ready())
         for gauge in (self.metrics.ready, self.metrics.queued, self.metrics.pieces):
             gauge.clear()  # of replicas that have left
         for name, state in self.watch.states.items():
@@ -229,7 +224,6 @@ class Gateway:
             self.metrics.queued.labels(name).set(self.policy.queued(name))
             self.metrics.pieces.labels(name).set(self.policy.num_pieces(name))
         self.metrics.bytes_per_token.set(self.watch.bytes_per_token)
-        texts = dict(zip(names, await asyncio.gather(*map(read, names)), strict=True))
         own = generate_latest(self.state.metrics.registry).decode()
         merged = await asyncio.to_thread(merge, own, texts)  # about 5 us a sample
         return Response(merged, media_type=CONTENT_TYPE_PLAIN_0_0_4)

@@ -19,6 +19,7 @@ from chunkattn.gateway.replicas import BadStatusError, NotSentError, Outgoing, R
 from chunkattn.gateway.retries import NOT_BEGUN, error_code
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
+from chunkattn.request_record import RECORD
 from chunkattn.routing.keys import Keys, keys_of
 from chunkattn.routing.policy import Policy
 from chunkattn.server.errors import ApiError
@@ -255,15 +256,22 @@ class Relay:
             BadStatusError: the status of its answer ends no request.
         """
         self._metrics.sent.labels(name).inc()
-        missing = self._policy.missing(name, keys)
-        self._metrics.asked.inc(sum(size for _, size in keys.pieces))
+        missing, asked = self._policy.missing(name, keys), sum(size for _, size in keys.pieces)
+        self._metrics.asked.inc(asked)
         self._metrics.missing.inc(missing)
+        record, began = RECORD.get(), time.perf_counter()
+        if record is not None:
+            tries = record.route.get("tries", 0) + 1
+            record.route = {"policy": self._options.policy, "tries": tries, "document_bytes": asked, "missing_bytes": missing}
+            record.route["queued_bytes"] = self._policy.queued(name)
         work = self._policy.sent(name, keys, time.monotonic())
         computed = False
         try:
             async with aclosing(self._replicas.send(name, request)) as messages:  # type: ignore[type-var]
                 async for message in messages:
                     if not progress.status:
+                        if record is not None:
+                            record.route["first_byte_s"] = time.perf_counter() - began
                         if elsewhere.get(message["status"]):
                             kept: list[Message] = [_headed(message, name, self._relays_cors)]
                             size = 0
@@ -287,12 +295,14 @@ class Relay:
 
 
 def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the headers of the request to a replica: the client's, its address, and the id of the request."""
-    own = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", _REPLICA)
+    """Return the headers of the request to a replica: the client's, its address, and the id and the span of the request."""
+    traced = scope.get("state", {}).get("trace_headers", ())  # without a span of its own, the client's go on
+    own = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", _REPLICA, *(name for name, _ in traced))
     dropped = _ONE_HOP | _OWN | _named_by_connection(scope["headers"])
     listed = [(name, value) for name, value in scope["headers"] if name not in dropped and name not in own]
     if (request_id := scope.get("state", {}).get("request_id")) is not None:
         listed.append((b"x-request-id", request_id.encode()))
+    listed += traced
     if client := scope.get("client"):
         listed += [(b"x-forwarded-for", client[0].encode()), (b"x-forwarded-proto", scope.get("scheme", "http").encode())]
     return listed

@@ -14,6 +14,7 @@ from chunkattn.gateway.options import GatewayOptions
 from chunkattn.server.keys import KeyReloader
 from chunkattn.server.listening import Listener, listen, run, set_up_logs, url_of
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.tracing import set_up_tracing
 
 
 def route(urls: Sequence[str], options: GatewayOptions, config: ServerConfig) -> None:
@@ -28,6 +29,7 @@ def route(urls: Sequence[str], options: GatewayOptions, config: ServerConfig) ->
         ConfigError: an option is invalid, or the address cannot be bound.
     """
     set_up_logs(config.log_format)
+    set_up_tracing("chunkattn-gateway")
     replicas = HttpReplicas(urls, key=options.replica_key, resolve=options.resolve, connect_timeout_s=options.connect_timeout_s)
     listening = listen(config)
     try:

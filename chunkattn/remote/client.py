@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -30,6 +31,7 @@ from chunkattn.remote import messages as wire
 from chunkattn.remote.group_secret import read_secret
 from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.process import WorkerProcess, describe_exit
+from chunkattn.request_record import RECORD
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,8 @@ _START_SILENCE_S = 60.0
 _EXCUSED_S = 1800.0
 """Longest time to load weights or to compile one program."""
 _LAST_WORDS_S = 0.1
+_SLOW_STEPS = 3.0
+"""Times its longest step so far that a step may take before it counts as unresponsive."""
 _LAST_WAIT_S = 5.0
 _FAILED_STARTS = 3
 _LONGEST_PAUSE_S = 30.0
@@ -86,6 +90,9 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._failure: wire.Failed | None = None
         self._ended: str | None = None
+        self._silence = self._longest_step_s = 0.0
+        self._snapshot, self._snapshot_at = "", 0.0
+        self._reading: asyncio.Task[None] | None = None
 
     # Life
 
@@ -153,6 +160,22 @@ class EngineClient:
         return self.is_ready and self.warmup is not None and self.warmup[0] == self.warmup[1]
 
     @property
+    def compiling_s(self) -> float:
+        """Return the seconds for which the engine compiles a program at this moment; 0 if it does not."""
+        return self._beat.step_running_s if self._beat.busy == "compiling" else 0.0
+
+    @property
+    def unresponsive_s(self) -> float:
+        """Return the seconds without a sign of life, or in one step that lasts far longer than any before; 0 if it answers.
+
+        An engine that compiles, writes or closes is responsive: it says so.
+        """
+        if not self.is_ready:
+            return 0.0
+        spent = 0.0 if self._beat.busy else self._beat.step_running_s
+        return max(self._silence, spent if spent > _SLOW_STEPS * self._longest_step_s else 0.0)
+
+    @property
     def pid(self) -> int | None:
         """Return the process id of the engine, or None without a process."""
         return None if self._worker is None else self._worker.pid
@@ -175,7 +198,8 @@ class EngineClient:
                 f"{len(self._calls)} requests are on their way, max_queued_requests is {self.config.max_queued_requests}; "
                 "try again later"
             )
-        made = InflightRequests(self, timeout)
+        record = RECORD.get()
+        made = InflightRequests(self, timeout, None if record is None else record.new_call())
         self._calls.add(made)
         return made
 
@@ -199,7 +223,7 @@ class EngineClient:
             RequestError: a value cannot be sent.
         """
         self._check_ready()
-        self._send(requests)
+        self._send([wire.Sent(time.perf_counter()), *requests])
         self._owners |= {r.request_id: call for r in requests}
 
     def forget(self, request_id: str) -> None:
@@ -234,6 +258,33 @@ class EngineClient:
             EngineDeadError: the engine is not ready, or dies.
         """
         return await self._query(wire.MetricsQuery)
+
+    async def recent_metrics(self, wait_s: float) -> tuple[str, float]:
+        """Return the engine's metrics and their age in seconds: those of now, or the last ones if the engine is busy.
+
+        Args:
+            wait_s: seconds to wait for the metrics of now.
+
+        Raises:
+            EngineDeadError: the engine is not ready.
+        """
+        self._check_ready()
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read_metrics())
+        if (await asyncio.wait({self._reading}, timeout=wait_s))[0]:
+            self._check_ready()
+        return self._snapshot, time.perf_counter() - self._snapshot_at
+
+    async def _read_metrics(self) -> None:
+        try:
+            self._keep(await self.metrics())
+        except EngineDeadError:
+            pass  # the next reader asks the next engine
+        finally:
+            self._reading = None
+
+    def _keep(self, metrics: str) -> None:
+        self._snapshot, self._snapshot_at = metrics, time.perf_counter()
 
     async def look_up(self, requests: Sequence[PrecomputeRequest], *, forget: bool) -> Sequence[CachedTokens]:
         """Return the tokens of each request that are cached in memory; see `EngineCore.look_up`.
@@ -331,6 +382,7 @@ class EngineClient:
     async def _run_worker(self, checkpoint: wire.Checkpoint) -> bool:
         """Run one process to its end and dispose of it. Return whether the process was ever ready."""
         self.warmup, self._beat, self._served = None, wire.Heartbeat(0.0, None), False
+        self._silence = self._longest_step_s = 0.0
         self._failure, self._ended = None, None
         try:
             self._worker = worker = self._launched or WorkerProcess(self._context)
@@ -362,7 +414,7 @@ class EngineClient:
         """Handle messages until the process has ended or must be killed. Return its fate for `reason`."""
         now = asyncio.get_running_loop().time
         broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        before, silence, until = now(), 0.0, float("inf")
+        before, until = now(), float("inf")
         frames = 0
 
         def take(frame: bytes) -> None:
@@ -395,14 +447,14 @@ class EngineClient:
             if broken.done():
                 broken.result()
             # Count at most two ticks: while this process itself stood still, the engine may have been alive.
-            silence, before = silence + min(now() - before, 2 * _TICK_S), now()
+            self._silence, before = self._silence + min(now() - before, 2 * _TICK_S), now()
             if frames != seen:
-                silence = 0.0
+                self._silence = 0.0
             if worker.exited.done():
                 failure = self._failure
                 said = f": {failure.error_type}: {failure.text}" if failure else ""
                 return describe_exit(worker.exited.result()) + said
-            if reason := self._hang(silence):
+            if reason := self._hang(self._silence):
                 return f"{reason} and was killed"
         return "was closed"
 
@@ -421,7 +473,11 @@ class EngineClient:
         """Handle one message of the worker."""
         match message:
             case wire.Heartbeat():
-                self._beat = message
+                before, self._beat = self._beat, message
+                if message.step_running_s < before.step_running_s and before.busy is None:  # that step has ended
+                    self._longest_step_s = max(self._longest_step_s, before.step_running_s)
+            case wire.Snapshot(metrics):
+                self._keep(metrics)
             case wire.WarmupProgress(done, total):
                 self.warmup = done, total
             case wire.Ready(limits, import_s):

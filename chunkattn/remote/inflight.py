@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
-from chunkattn.engine.messages import EngineOutput, Message, RequestFailed
+from chunkattn.engine.messages import EngineOutput, Message, PromptLogprobsOutput, RequestFailed, TokenOutput
 from chunkattn.errors import DeadlineExceededError
 from chunkattn.fair_threads import FairThreads
+from chunkattn.request_record import CallRecord
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -24,6 +26,8 @@ class Sender(Protocol):
 
     @property
     def threads(self) -> FairThreads: ...  # noqa: D102
+    @property
+    def compiling_s(self) -> float: ...  # noqa: D102
     def hold(self, requests: InflightRequests, /) -> None: ...  # noqa: D102
     def release(self, requests: InflightRequests, /) -> None: ...  # noqa: D102
     def send_requests(self, owner: InflightRequests, requests: Sequence[Message], /) -> None: ...  # noqa: D102
@@ -40,14 +44,15 @@ class InflightRequests(AbstractContextManager["InflightRequests"]):
     Args:
         client: the engine's client.
         timeout: seconds until the requests fail with `DeadlineExceededError`, even if the engine hangs; None sets no limit.
+        record: record of what the requests cost and wait for; None keeps none.
 
     Attributes:
         done: whether all outputs have arrived. The requests can no longer fail then.
         aborted: whether `abort` has been called.
     """
 
-    def __init__(self, client: Sender, timeout: float | None) -> None:
-        self._client = client
+    def __init__(self, client: Sender, timeout: float | None, record: CallRecord | None = None) -> None:
+        self._client, self._record = client, record
         self._take: Take = lambda _: False
         self._outstanding: set[str] = set()
         self.done = self.aborted = self._quiet = False
@@ -110,6 +115,11 @@ class InflightRequests(AbstractContextManager["InflightRequests"]):
         self._take, self._quiet = take, quiet
         self._changed.clear()
         self._client.hold(self)
+        if self._record is not None:
+            self._record.begin(time.perf_counter())
+            for request in requests:
+                layout = request.layout
+                self._record.add(request.request_id, len(layout), layout.question_start - layout.prefix_len)
         self._client.send_requests(self, requests)
         self._outstanding = {r.request_id for r in requests}
         self.done = not requests
@@ -145,6 +155,8 @@ class InflightRequests(AbstractContextManager["InflightRequests"]):
 
     def receive(self, event: EngineOutput) -> None:
         """Handle one output of these requests."""
+        if self._record is not None and not isinstance(event, PromptLogprobsOutput):
+            self._record.take(event.request_id, event.stats, len(event.token_ids) if isinstance(event, TokenOutput) else 0)
         if isinstance(event, RequestFailed):
             self._client.forget(event.request_id)
             self._outstanding.discard(event.request_id)
@@ -172,6 +184,8 @@ class InflightRequests(AbstractContextManager["InflightRequests"]):
 
     def abort(self) -> None:
         """Abort the requests still running and wake the caller."""
+        if self._record is not None:
+            self._record.end_stage(0.0 if self.done else self._client.compiling_s)
         self.done = self.aborted = True
         self._client.abort(self._outstanding)
         self._outstanding = set()

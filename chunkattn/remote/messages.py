@@ -55,6 +55,17 @@ class Start:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """Time at which the requests behind it in a frame were sent. A frame waits while the engine computes or compiles.
+
+    Attributes:
+        at: time on the clock of `time.perf_counter`, which all processes of a machine share.
+    """
+
+    at: float
+
+
+@dataclass(frozen=True)
 class Abort:
     """Order to abort a request; its pages are free before the next step begins."""
 
@@ -135,6 +146,17 @@ class WarmupProgress:
 
 
 @dataclass(frozen=True)
+class Snapshot:
+    """Metrics of the engine, sent unasked where it will soon be busy for long.
+
+    Attributes:
+        metrics: metrics in Prometheus' text format.
+    """
+
+    metrics: str
+
+
+@dataclass(frozen=True)
 class Ready:
     """Notice that the engine takes requests.
 
@@ -185,8 +207,8 @@ class Reply:
     value: bool | tuple[CachedTokens, ...] | str
 
 
-ToWorker = Message | Start | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
-FromWorker = EngineOutput | Heartbeat | WarmupProgress | Ready | Failed | Ended | Reply
+ToWorker = Message | Start | Sent | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
+FromWorker = EngineOutput | Snapshot | Heartbeat | WarmupProgress | Ready | Failed | Ended | Reply
 
 _FRAMES = Frames(get_args(ToWorker | FromWorker), to_plain, from_plain)
 

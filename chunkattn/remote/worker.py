@@ -65,6 +65,7 @@ class Worker:
         self.group: FirstHost | OtherHost | None = None
         self._closing = self._warms = False
         self._warmed_at = 0.0
+        self._sent_at: float | None = None
         self.core: EngineCore
 
     def start(self) -> float:
@@ -88,7 +89,7 @@ class Worker:
             self._clock.begin("compiling" if self.core.warm_ups.is_waiting else None)
             self._warms = self.core.warm_ups.advance()
         _freeze()
-        self._send([wire.Ready(self.core.limits, import_s), *self._progress()])
+        self._send([wire.Ready(self.core.limits, import_s), *self._progress(), wire.Snapshot(self.core.metrics_text())])
         return start.heartbeat_s
 
     def _join(self, start: wire.Start) -> FirstHost | None:
@@ -157,7 +158,7 @@ class Worker:
             self._clock.begin()
             self._warms = self.core.warm_beside()
             self._warmed_at = time.monotonic()
-            self._send(self._progress())
+            self._send([*self._progress(), wire.Snapshot(self.core.metrics_text())])
             if not self._warms:
                 _freeze()
         return self._warms
@@ -188,9 +189,11 @@ class Worker:
         match message:
             case GenerateRequest() | ScoreRequest() | PrecomputeRequest():
                 try:
-                    self.core.add(message, checked=True)
+                    self.core.add(message, checked=True, arrived_at=self._sent_at)
                 except RequestError as error:
                     return RequestFailed(message.request_id, str(error), error.param)
+            case wire.Sent(at):
+                self._sent_at = min(at, time.perf_counter())
             case wire.Abort(request_id):
                 self.core.abort(request_id)
             case wire.Stop(request_id, sample):

@@ -80,6 +80,7 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         docs_url=None,  # the docs pages load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,  # a redirect would name the address of this server, whatever is in front
+        telemetry={"tracing": False},  # the gate makes the spans, with and without FastAPI; versions before 0.142 ignore this
         responses=errors.error_responses(401, 403, 413, 500),
     )
     app.state.server = state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,12 @@ from chunkattn.server.stored_document import Content, as_bytes
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
 
+logger = logging.getLogger(__name__)
+
 _BATCH = 100
 """Documents that one report asks the engine for."""
+_WAIT_S = 0.15
+"""Seconds that a report waits for the engine."""
 _LEDGER_BYTES = 64 << 20
 _STORED = "/v1/cache/documents"
 
@@ -66,7 +71,7 @@ class CacheReports:
         self._ledger: Ledger[_Source] = Ledger(_LEDGER_BYTES)
         self._sources: WeakValueDictionary[int, _Source] = WeakValueDictionary()
         self._prefixes: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
-        self._turn = asyncio.Lock()
+        self._asking: asyncio.Task[None] | None = None
 
     def find(self, given: Mapping[str, Any], body: Any, authorization: str, salt: str | None) -> Noted:
         """Return the documents of a request with their routing keys. May run in a thread.
@@ -121,14 +126,18 @@ class CacheReports:
     async def report(self, since: int) -> dict[str, Any]:
         """Return generation, capacity in tokens and the documents in memory; see `chunkattn.gateway.replicas.Report`.
 
+        An engine that is busy does not delay the report: what it answers later is in a later report.
+
         Args:
             since: version of an earlier report; only what was asked after it is returned. 0 returns all.
         """
-        async with self._turn:
-            if self._restarts != self.llm.client.restarts:
-                self._restarts = self.llm.client.restarts
-                self._ledger.clear()
-            await self._ask()
+        if self._restarts != self.llm.client.restarts:
+            self._restarts = self.llm.client.restarts
+            self._ledger.clear()
+        if self._asking is None:
+            self._asking = asyncio.create_task(self._ask())
+            self._asking.add_done_callback(self._asked)
+        await asyncio.wait({self._asking}, timeout=_WAIT_S)
         held, gone = self._ledger.snapshot(since)
         limits = self.llm.client.limits
         return {
@@ -140,6 +149,11 @@ class CacheReports:
             "gone": sorted(gone),
             "age_s": 0.0,
         }
+
+    def _asked(self, asking: asyncio.Task[None]) -> None:
+        self._asking = None
+        if not asking.cancelled() and (error := asking.exception()) and not isinstance(error, ChunkAttnError):
+            logger.error("the cache cannot be reported", exc_info=error)
 
     async def _ask(self) -> None:
         """Ask the engine for the next documents."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.request_log import TIMING_HEADER, TOKENS_HEADER
 
-EXPOSED = ("X-Request-Id", "Retry-After", "X-Chunkattn-Replica")
+EXPOSED = ("X-Request-Id", "Retry-After", "X-Chunkattn-Replica", TIMING_HEADER, TOKENS_HEADER)
 """Headers of an answer that such pages may read."""
 
 

@@ -13,10 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkattn.fair_threads import OWNER
+from chunkattn.request_record import RECORD, RequestRecord
 from chunkattn.server.errors import ApiError, api_error, too_large
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.names import is_host, is_loopback, names_this_machine
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.request_log import TIMING_HEADER, TOKENS_HEADER, fields_of, text_of, timing_header, tokens_header
+from chunkattn.server.tracing import RequestSpan
 
 logger = logging.getLogger("chunkattn.server.access")
 
@@ -77,8 +80,9 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, began, status, replica = Headers(scope=scope), time.perf_counter(), 0, None
+        headers, record, status, replica = Headers(scope=scope), RequestRecord(time.perf_counter()), 0, None
         _drop_last_slash(scope)
+        span = RequestSpan(headers, scope["method"])
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         holder = self.keys.holder(headers.get("authorization", "")) if self.keys.needed else None
@@ -87,7 +91,8 @@ class Gate:
         caller = Caller(None if named is None else named.name, self.shares, tag="" if named is None else named.tag)
         caller.owner = caller.name or (scope.get("client") or ("",))[0]
         OWNER.set(caller.owner)
-        scope.setdefault("state", {}).update(request_id=request_id, caller=caller)
+        RECORD.set(record)
+        scope.setdefault("state", {}).update(request_id=request_id, caller=caller, trace_headers=span.outgoing())
         received = 0
 
         async def limited() -> Message:
@@ -105,6 +110,9 @@ class Gate:
                 answered = MutableHeaders(scope=message)
                 replica = answered.get(REPLICA_HEADER)
                 answered["X-Request-Id"], answered["X-Content-Type-Options"] = request_id, "nosniff"
+                if self.config.timing_headers and (summary := record.summary()) is not None:
+                    answered[TIMING_HEADER] = timing_header(summary, time.perf_counter() - record.began)
+                    answered[TOKENS_HEADER] = tokens_header(summary)
                 if route_path(scope) in _TYPESAFE_PATHS:
                     answered["X-Typesafe-Request-Id"] = request_id
             await send(message)
@@ -124,7 +132,8 @@ class Gate:
         finally:
             caller.leave()
             self.metrics.running -= 1
-            self._note(scope, status, request_id, time.perf_counter() - began, replica)
+            about = {"id": request_id, "key": None if holder is None else holder.name, "replica": replica}
+            self._note(scope, status or 499, {name: text for name, text in about.items() if text is not None}, record, span)
 
     def _refuse(self, scope: Scope, headers: Headers, known: bool) -> ApiError | None:
         """Return the refusal of a request before routing, or None. `known` tells whether it brings an API key."""
@@ -156,19 +165,25 @@ class Gate:
             return too_large(self.config.max_body_bytes)
         return None
 
-    def _note(self, scope: Scope, status: int, request_id: str, seconds: float, replica: str | None) -> None:
-        # Label by route: clients choose paths freely, and the number of routes is bounded. 499 is a client that left.
-        route, status = getattr(scope.get("route"), "path", "other"), status or 499
+    def _note(self, scope: Scope, status: int, named: dict[str, str], record: RequestRecord, span: RequestSpan) -> None:
+        """Count a request that has ended, write its line and end its span. Status 499 is a client that left."""
+        seconds = time.perf_counter() - record.began
+        # Label by route: clients choose paths freely, and the number of routes is bounded.
+        route, summary = getattr(scope.get("route"), "path", "other"), record.summary()
         self.metrics.requests.labels(route, str(status)).inc()
         self.metrics.seconds.labels(route).observe(seconds)
         path = ascii(scope["path"])[1:-1]  # escapes newlines, so a client cannot forge a log line
-        fields = {"id": request_id, "method": scope["method"], "path": path, "status": status, "seconds": seconds}
-        text = "%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)"
-        if replica is not None:
-            fields["replica"], text = replica, text + " from %(replica)s"
+        about = fields_of(record, summary, seconds, self.config.slow_request_s)
+        whole = {"method": scope["method"], "path": path, "route": route, "status": status, "seconds": seconds}
+        fields = {**named, **whole, **about}
+        text = "%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)" + " from %(replica)s" * ("replica" in named)
+        told = ({"key": named["key"]} if "key" in named else {}) | about
+        if told:
+            text += " " + text_of(told).replace("%", "%%")
         # A gateway asks for reports every second.
         level = logging.DEBUG if (route_path(scope), status) == (REPORT_PATH, 200) else logging.INFO
         logger.log(level, text, fields, extra={"request": fields})
+        span.end(fields, summary, record.model)
 
 
 def _offers_websocket(headers: Headers) -> bool:

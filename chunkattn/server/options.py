@@ -12,7 +12,7 @@ from chunkattn.options import options_of, take_paths
 from chunkattn.server.names import origin
 
 LOG_FORMATS = ("text", "json")
-_FROM_ZERO = ("priority_range", "stream_heartbeat_s", "min_label_mass")
+_FROM_ZERO = ("priority_range", "stream_heartbeat_s", "min_label_mass", "slow_request_s")
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 
 
@@ -40,6 +40,12 @@ class ServerConfig:
         root_path: path below which a proxy serves this server, such as "/llm". Requests may come with or without it.
         ready_when_warm: report readiness, in `/readyz`, `/health` and the output, only once every program is compiled. Requests
             are accepted before that.
+        unresponsive_after_s: time in seconds without a sign of life of the engine, or in a step three times as long as any
+            before, after which `/readyz` and `/health` answer 503 with the status `unresponsive`. Compilations do not count.
+        slow_request_s: time in seconds from which the log marks a request with `slow` and the part that took the most time; 0
+            marks none.
+        timing_headers: send the headers `Server-Timing`, with the times of the request, and `X-Chunkattn-Tokens`, with its
+            prompt, cached and computed tokens. A stream has those up to its first token.
         log_format: format of the log, "text" or "json", for the engine process too; one line per request in both formats.
         api_key_file: file of named API keys, one `name:key` per line, read again at SIGHUP. Clients of different names share no
             cache and no documents, and each name has its quotas. Without a key file, only `api_key` is accepted.
@@ -88,6 +94,9 @@ class ServerConfig:
     drain_timeout_s: float = 30.0
     root_path: str = ""
     ready_when_warm: bool = False
+    unresponsive_after_s: float = 5.0
+    slow_request_s: float = 10.0
+    timing_headers: bool = False
     log_format: str = "text"
     api_key_file: str | None = None
     metrics_key: str | None = None

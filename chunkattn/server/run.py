@@ -19,6 +19,7 @@ from chunkattn.server.app import create_app
 from chunkattn.server.keys import KeyReloader
 from chunkattn.server.listening import Listener, listen, run, set_up_logs, url_of
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.tracing import set_up_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
         EngineDeadError: the engine process died three times during start.
     """
     set_up_logs(config.log_format)
+    set_up_tracing("chunkattn")
     listening, llm = listen(config), AsyncLLM(**options)
     try:
         busy = run(_serve(llm, config, listening))

@@ -16,10 +16,12 @@ from fastapi import Depends, Request
 from chunkattn.fair_threads import FairThreads
 from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
+from chunkattn.request_record import RECORD
 from chunkattn.routing.document_records import DocumentRecords
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.cache_report import CacheReports
 from chunkattn.server.document_store import Documents
+from chunkattn.server.engine_gauges import EngineGauges
 from chunkattn.server.errors import ApiError
 from chunkattn.server.keys import Caller, Keys, Shares
 from chunkattn.server.middleware import HttpMetrics
@@ -46,6 +48,7 @@ class ServerState:
         metrics: metrics of the HTTP server.
         draining: True after SIGTERM: running requests finish, new requests are refused.
         started: start time in seconds since the epoch.
+        engine_gauges: metrics of the engine that the server knows without asking it.
     """
 
     llm: AsyncLLM
@@ -53,6 +56,7 @@ class ServerState:
     metrics: HttpMetrics = field(default_factory=HttpMetrics)
     draining: bool = False
     started: int = field(default_factory=lambda: int(time.time()))
+    engine_gauges: EngineGauges = field(default_factory=EngineGauges)
 
     @cached_property
     def keys(self) -> Keys:
@@ -125,6 +129,8 @@ class ServerState:
         Raises:
             ApiError: 404, the server serves another model.
         """
+        if (record := RECORD.get()) is not None:
+            record.model = self.model_name
         if name is not None and name not in self.model_names:
             text = f"the model {name!r} is not served here; it is {' or '.join(map(repr, self.model_names))}"
             raise ApiError(404, text, param="model", code="model_not_found")
@@ -168,8 +174,14 @@ class ServerState:
         state = {"starting": "starting", "ready": "ready"}.get(self.llm.state, "degraded")
         return "starting" if state == "ready" and not self.documents.restored else state
 
+    @property
+    def health(self) -> str:
+        """Return `readiness`, or `"unresponsive"` while a ready engine gives no sign of life for `unresponsive_after_s`."""
+        late = self.llm.client.unresponsive_s > self.config.unresponsive_after_s
+        return "unresponsive" if late and self.readiness == "ready" else self.readiness
+
     def probe(self, *, warm: bool) -> str:
-        """Return the readiness for a health probe: `readiness`, or `"warming"` while programs are being compiled ahead.
+        """Return the readiness for a health probe: `health`, or `"warming"` while programs are being compiled ahead.
 
         Args:
             warm: whether only a warm server counts as ready; with the option `ready_when_warm` it always does.
@@ -181,7 +193,7 @@ class ServerState:
             text = "this server never gets warm, because its option warmup is False (--no-warmup); ask without warm"
             raise ApiError(400, text, param="warm", code="invalid_value")
         wanted = warm or self.config.ready_when_warm
-        return "warming" if wanted and self.readiness == "ready" and not self.llm.is_warm else self.readiness
+        return "warming" if wanted and self.health == "ready" and not self.llm.is_warm else self.health
 
     def check_ready(self) -> None:
         """Check that the server accepts new work, warm or not.

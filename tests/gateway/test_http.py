@@ -10,6 +10,7 @@ from chunkattn.gateway.app import Gateway
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.tracing import RequestSpan
 from tests.gateway.rig import COMPLETE, Replica, ask, parts, raw, rig, run, until
 
 
@@ -274,8 +275,43 @@ def test_the_log_names_the_replica_that_answered(caplog):
             assert parts(await made.exchange(raw("POST", COMPLETE, "X-Request-Id: mine", body=b"{}")))[0] == 200
             await made.exchange(raw("GET", "/livez"))
             own, other = [record for record in caplog.records if record.name == "chunkattn.server.access"]
-            assert own.getMessage().endswith(f"(mine) from {a.url}")
+            assert f"(mine) from {a.url} policy=document tries=1 document_bytes=0 missing_bytes=0 " in own.getMessage()
             assert own.request["replica"] == a.url
+            assert own.request["first_byte_s"] >= 0
             assert "from" not in other.getMessage()
+
+    run(case)
+
+
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_a_slow_answer_is_the_replicas_and_says_where_it_went(caplog):
+    caplog.set_level("INFO", "chunkattn.server.access")
+
+    async def case():
+        a = Replica()
+        async with rig(a, server={"slow_request_s": 1e-9}) as made:
+            body = json.dumps(ask(["Ana lives in Oslo.", "Bo."])).encode()
+            for _ in range(2):
+                await made.exchange(raw("POST", COMPLETE, "Content-Type: application/json", body=body))
+            first, again = [r.request for r in caplog.records if r.name == "chunkattn.server.access"]
+            assert first["slow"] == again["slow"] == "replica"
+            assert first["document_bytes"] == first["missing_bytes"] > 0 == again["missing_bytes"]
+
+    run(case)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_replica_gets_the_clients_trace_or_the_gateways_span(monkeypatch, recorded):
+    if recorded:
+        monkeypatch.setattr(RequestSpan, "outgoing", lambda self: [(b"traceparent", b"00-own-own-01")])
+
+    async def case():
+        a = Replica()
+        async with rig(a) as made:
+            await made.exchange(raw("POST", COMPLETE, f"traceparent: {TRACEPARENT}", "tracestate: x=1", body=b"{}"))
+            assert a.calls[0].header("traceparent") == (["00-own-own-01"] if recorded else [TRACEPARENT])
+            assert a.calls[0].header("tracestate") == ["x=1"]
 
     run(case)

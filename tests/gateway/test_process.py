@@ -51,7 +51,7 @@ def test_a_drain_ends_running_requests_and_refuses_new_ones(tmp_path):
                     route.signal(signal.SIGTERM)
                     await asyncio.to_thread(route.wait_for, "draining: 1 requests", 30)
                     refused = await http.post(COMPLETE, json=ask(), headers={"authorization": "Bearer two"})
-                    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+                    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_draining")
                     assert refused.headers["connection"] == "close"
                     assert (await http.get("/readyz")).status_code == 503
                     assert (await http.get("/livez")).status_code == 200

@@ -8,8 +8,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from chunkattn.server.error_codes import CODES
+
 SERVER = Path(__file__).parents[2] / "chunkattn" / "server"
-HTTP_PAGE = Path(__file__).parents[2] / "docs" / "reference" / "http.md"
+RAY = SERVER.parent / "integrations" / "ray"
 
 COMPLETION, CHAT, SCORE, RERANK = "/v1/completions", "/v1/chat/completions", "/v1/score", "/v1/rerank"
 DECISIONS = "/v1/decisions"
@@ -194,15 +196,15 @@ def calls():
                 yield file.name, node
 
 
+def sources():
+    """The text of every file that may answer with an error, without the table."""
+    folders = (SERVER, SERVER.parent / "gateway", RAY)
+    return [f.read_text() for folder in folders for f in folder.rglob("*.py") if f.name != "error_codes.py"]
+
+
 def codes():
-    """Every code that the server answers with."""
-    found = set()
-    for file in SERVER.rglob("*.py"):
-        text = file.read_text()
-        found |= set(re.findall(r'code="(\w+)"', text))
-        found |= set(re.findall(r'_refuse\(\d+, .*?"(\w+)"\)', text))
-    states = ("starting", "degraded", "draining")
-    found |= {f"server_{state}" for state in states}
+    """Every code that the server and the gateway give to an error by name."""
+    found = {code for text in sources() for code in re.findall(r'code="(\w+)"', text)}
     return found | set(re.findall(r'\d{3}: "(\w+)"', (SERVER / "errors.py").read_text())) - {"authentication_error"}
 
 
@@ -211,6 +213,8 @@ WITHOUT_A_FIELD = {
     "invalid_encoding",
     "body_too_complex",
     "invalid_host",
+    "invalid_path",
+    "websocket_not_supported",
     "no_tokenizer",
     "missing_required_parameter",
 }
@@ -231,7 +235,10 @@ def test_every_400_of_the_source_has_a_code_and_a_field():
 
 
 def test_the_table_of_codes_is_complete():
-    rows = re.findall(r"^\| \d{3} \| (.*?) \|", HTTP_PAGE.read_text(), re.MULTILINE)
-    documented = {code for row in rows for code in re.findall(r"`(\w+)`", row)}
-    assert len(documented) > 20
-    assert documented == codes() - {"not_found_error", "rate_limit_error"}
+    """Each code of the source is in the table, and each code of the table in the source; the page is made of the table."""
+    table, states = {code.code for code in CODES}, {f"server_{state}" for state in ("starting", "degraded", "draining")}
+    assert codes() - {"not_found_error", "rate_limit_error"} <= table
+    text = "".join(sources())
+    assert {code for code in table - states if f'"{code}"' not in text} == set()
+    assert states <= table
+    assert [code.status for code in CODES] == sorted(code.status for code in CODES)

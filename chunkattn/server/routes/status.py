@@ -16,6 +16,8 @@ from chunkattn.server.state import ServerState, State
 
 router = APIRouter(tags=["status"])
 
+_METRICS_WAIT_S = 0.1
+"""Seconds to wait for the engine's metrics of now."""
 _OPEN: dict[str, Any] = {"security": []}
 _NOT_READY: dict[int | str, dict[str, Any]] = {
     503: {"description": "The server is not ready, and why.", "content": {"application/json": {"schema": {}}}},
@@ -70,17 +72,41 @@ async def readyz(state: State, warm: Warm = False) -> Response:
     body |= {"engine": client.state, "engine_restarts": client.restarts, "started": state.started}
     if client.warmup is not None:
         body["warmup"] = dict(zip(("done", "total"), client.warmup))
+    if client.compiling_s:
+        body["compiling_s"] = round(client.compiling_s, 3)
+    if status != "ready":
+        body["reason"] = _reason(status, state)
     return JSONResponse(body, 200 if status == "ready" else 503)
+
+
+def _reason(status: str, state: ServerState) -> str:
+    """Return why a server is not ready."""
+    client = state.llm.client
+    match status:
+        case "unresponsive":
+            limit = state.config.unresponsive_after_s
+            return f"the engine has not answered for {client.unresponsive_s:.1f} s (unresponsive_after_s is {limit:g})"
+        case "warming" if client.warmup is not None:
+            return f"{client.warmup[0]} of {client.warmup[1]} programs are compiled"
+        case "draining":
+            return "the server has got SIGTERM, and finishes running requests"
+        case "starting" if client.is_ready:
+            return "stored documents are being restored"
+    return client.reason
 
 
 @router.get("/metrics", response_class=Response, responses=_METRICS)
 async def metrics(state: State) -> Response:
-    """Return the metrics of engine and server in Prometheus's text format; without an engine, the server's alone."""
+    """Return the metrics of engine and server in Prometheus's text format; without an engine, the server's alone.
+
+    While the engine is busy with one step or compilation, its metrics are the last known ones.
+    """
     try:
-        text = await state.llm.metrics()
+        text, age = await state.llm.client.recent_metrics(_METRICS_WAIT_S)
     except EngineDeadError:
-        text = ""
-    return Response(text + generate_latest(state.metrics.registry).decode(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
+        text, age = "", 0.0
+    own = state.engine_gauges.text(state.llm.client, age) + generate_latest(state.metrics.registry).decode()
+    return Response(text + own, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @router.get("/info", responses=error_responses(503))
