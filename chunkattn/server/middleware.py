@@ -140,7 +140,7 @@ class Gate:
         for name in _SINGLE:
             if len(headers.getlist(name)) > 1:
                 code = "invalid_host" if name == "host" else "invalid_header"
-                return ApiError(400, f"the request has several {name.title()} headers; send one", code=code)
+                return ApiError(400, f"the request has several {name.title()} headers; send one", param=None, code=code)
         host = headers.get("host")
         if (host is None and scope.get("http_version", "1.1") == "1.1") or not is_host(host or ""):
             text = "the Host header must be a name or an address, and perhaps a port"
