@@ -202,7 +202,7 @@ def test_an_embedding_model_is_no_cross_encoder(causal):
         (("yes", "no"), "torch.nn.modules.activation.Tanh", torch.tanh),
         (("yes", "no"), "own.Activation", torch.sigmoid),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_language_model_scores_as_its_files_say(labels, activation, function, causal, llm):
     """The logit of one token, or the difference of two, under the activation."""

@@ -184,7 +184,9 @@ CODINGS = [
 """Content-Encoding headers, the encoded body, and whether it can be read."""
 
 
-@pytest.mark.parametrize(("headers", "encode", "is_good"), CODINGS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("headers", "encode", "is_good"), CODINGS, ids=lambda value: getattr(value, "__name__", str(value)[:40])
+)
 def test_codings_in_several_headers_are_one_list_at_both_ends(headers, encode, is_good):
     """The server and the gateway read the same body, or refuse it with the same error."""
     listed = [("content-encoding", value) for value in headers]

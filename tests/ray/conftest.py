@@ -9,7 +9,7 @@ from tests.ray import serve_cluster
 from tests.ray.cluster import Processes, chunkattn, free_port
 from tests.ray.requests import Load, Service
 
-collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["test_*.py"]
+collect_ignore_glob = [] if importlib.util.find_spec("ray") else ["*.py"]
 """Ray has an extra of its own, which `make test` does not install."""
 READY_S = 240
 ENGINE = {"warmup": False, "kv_cache_memory_bytes": 32 << 20, "max_queued_requests": 32, "enable_chunk_aware": True}
