@@ -32,7 +32,7 @@ def taken(monkeypatch):
 
 
 def plain(output):
-    return repr({f.name: getattr(output, f.name) for f in dataclasses.fields(output) if f.name != "rates"})
+    return repr({f.name: getattr(output, f.name) for f in dataclasses.fields(output) if f.name not in ("rates", "stats")})
 
 
 def messages(llm, rng, count):

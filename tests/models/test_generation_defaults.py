@@ -46,7 +46,7 @@ def opened(model, **options):
 )
 def test_the_defaults_of_a_folder(values, expected, unused, model, caplog):
     """One log line names what counts, and what the engine has not."""
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "chunkattn")
     assert opened(write(model, values)).sampling == expected
     told = [record for record in caplog.records if "sampling defaults" in record.message]
     assert len(told) == bool(expected or unused)

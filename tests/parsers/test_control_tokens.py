@@ -377,7 +377,7 @@ def test_tokenizers_in_python():
 class Files:
     """The files of a checkpoint that a front end needs."""
 
-    eos_token_ids, reranker = (), RerankerTraits()
+    eos_token_ids, reranker, sampling = (), RerankerTraits(), {}
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer

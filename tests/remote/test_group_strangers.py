@@ -19,6 +19,7 @@ from chunkattn.remote.group_messages import TO_FIRST, Busy, Hello
 from chunkattn.remote.group_secret import VARIABLE, curve_key
 from chunkattn.remote.messages import Checkpoint
 from chunkattn.remote.other_host import OtherHost
+from tests.patience import PATIENCE_S
 from tests.remote.strangers import CALLS, FRAMES, attack, knock, send_as
 
 CALL = Forward((np.arange(300_000, dtype=np.int64), np.zeros((3, 5), np.int32)), None)
@@ -35,12 +36,21 @@ class Members:
         joining = threading.Thread(target=self.other.join, daemon=True)
         joining.start()
         self.first.gather()
-        joining.join(10)
+        joining.join(PATIENCE_S)
         self.config = config(0)
         self.calls, self.lost, self.stopping = [], [], threading.Event()
+        self.start()
+
+    def start(self):
+        self.stopping.clear()
         self.threads = [threading.Thread(target=work) for work in (self.listen, self.follow, self.lead)]
         for thread in self.threads:
             thread.start()
+
+    def stop(self):
+        self.stopping.set()
+        for thread in self.threads:
+            thread.join()
 
     @property
     def ports(self):
@@ -67,7 +77,7 @@ class Members:
         self.calls.clear()
         for call in told:
             self.first.tell(call)
-        until = time.monotonic() + 20
+        until = time.monotonic() + PATIENCE_S
         while len(self.calls) < len(told) and time.monotonic() < until:
             time.sleep(0.02)
         assert [CALLS.encode([call]) for call in self.calls] == [CALLS.encode([call]) for call in told]
@@ -75,9 +85,7 @@ class Members:
         assert all(thread.is_alive() for thread in self.threads)
 
     def close(self):
-        self.stopping.set()
-        for thread in self.threads:
-            thread.join()
+        self.stop()
         for host, context in zip((self.first, self.other), self.contexts, strict=True):
             host.end()
             context.destroy(linger=0)
@@ -190,7 +198,7 @@ def test_hosts_join_beside_strangers(made_config, monkeypatch):
         joining = threading.Thread(target=other.join)
         joining.start()
         first.gather()
-        joining.join(20)
+        joining.join(PATIENCE_S)
         assert not joining.is_alive()
         assert first.lost() is None
         assert other.lost() is None
@@ -223,7 +231,7 @@ def test_another_secret_keeps_a_host_out(made_config, monkeypatch, caplog, secre
 
     threading.Thread(target=join, daemon=True).start()
     text = "host 1 fails the handshake"
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE_S
     while text not in caplog.text and time.monotonic() < until:
         first._hellos.poll(50)
     assert text in caplog.text
@@ -235,9 +243,7 @@ def test_another_secret_keeps_a_host_out(made_config, monkeypatch, caplog, secre
 def test_members_messages_are_read(members):
     """The attacks above would pass if the port heard nobody at all."""
     key = zmq.curve_public(curve_key(members.config))
-    members.stopping.set()
-    for thread in members.threads:
-        thread.join()
+    members.stop()
     context = zmq.Context()
     made = context.socket(zmq.DEALER)
     made.linger = 0
@@ -247,3 +253,4 @@ def test_members_messages_are_read(members):
     made.send(TO_FIRST.encode([Hello(1, 9, b"k" * 40, {}), Busy()]))
     assert [type(message) for _, message in members.first._received(5000)] == [Hello, Busy]
     context.destroy(linger=0)
+    members.start()

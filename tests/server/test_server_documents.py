@@ -66,11 +66,12 @@ def pages(http, state):
 
 
 def test_documents_are_there_before_they_are_asked_for(http):
-    named = [{"id": f"note-{n}", "text": text} for n, text in enumerate(TEXTS)]
+    texts = [f"{text} Nobody asked for it." for text in TEXTS]
+    named = [{"id": f"note-{n}", "text": text} for n, text in enumerate(texts)]
     made = put(http, named)
     assert [d["id"] for d in made] == ["note-0", "note-1", "note-2"]
     assert all(d["cached"] and not d["was_cached"] and not d["pinned"] and d["expires"] is None for d in made)
-    used = cached_tokens(http, TEXTS)
+    used = cached_tokens(http, texts)
     assert [d["tokens"] for d in made] == [tokens for _, tokens in used]
     assert all(cached == tokens for cached, tokens in used)
     assert http.get(URL).json()["data"] == [{k: v for k, v in d.items() if k != "was_cached"} for d in made]

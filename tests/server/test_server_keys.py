@@ -194,8 +194,8 @@ def test_names_are_strangers_to_each_other(server):
         assert http.post(url, json=document).status_code == 401
         assert http.post(url, json=document, **ana).status_code == 200
         assert http.get(f"{url}/a", **ben).status_code == 404
-        assert http.get(url, **ben).json()["data"] == []
-        assert [d["id"] for d in http.get(url, **ana).json()["data"]] == ["a"]
+        assert "a" not in [d["id"] for d in http.get(url, **ben).json()["data"]]
+        assert "a" in [d["id"] for d in http.get(url, **ana).json()["data"]]
         named = {"chunks": {**chunks["chunks"], "documents": [{"id": "a"}]}, "max_tokens": 1}
         asked = {"messages": [{"role": "user", "content": "Where?"}], "documents": [{"id": "a"}], "max_tokens": 1}
         ranked = {"query": "Where?", "documents": [{"id": "a"}]}
