@@ -95,6 +95,7 @@ def exchange(llm, caplog):
 
     def call(path, body, kind="telling", headers=None, leave_after=None, beat=None, **options):
         llm.client._worker = Telling(llm.client, kind)
+        llm.frontend.scores.forget_cached()  # another test may have asked the same
 
         async def once():
             transport = httpx.ASGITransport(create_app(llm, ServerConfig(**options)))
