@@ -13,9 +13,9 @@ run-real: .venv/.installed $(SMOLLM2)  ## SmolLM2-135M-Instruct answers question
 		--calibration examples/smollm2_calibration.json
 
 # In two parts: XLA maps memory for every kernel it compiles for a CPU, and a process can have 65,530 maps on Linux.
-# Two workers, for compiling takes longest, and mostly one core. `make test ORDER= WORKERS=1`: in a random order, whose seed is printed.
+# Two workers, for compiling takes longest, and mostly one core. `make test ORDER="-p randomly" WORKERS=1`: in a random order, whose seed is printed.
 WORKERS ?= 2
-ORDER ?= -p no:randomly
+ORDER ?=
 PARALLEL := -n $(WORKERS) --dist loadfile $(ORDER)
 APART := not tpu and not browser
 QUICK := $(PARALLEL) -m "not ci and not slow and not exhaustive and $(APART)"
@@ -58,10 +58,10 @@ test-gpu-all: $(GPU_READY)  ## every setting, whole models, and long runs of the
 RAY_PYTHON ?= $(BIN)/python
 RAY_READY := $(if $(filter $(BIN)/python,$(RAY_PYTHON)),.venv/.installed-ray)
 test-ray: $(RAY_READY)  ## replicas on Ray Serve, on the loopback interface
-	$(RAY_PYTHON) -m pytest tests/ray -m "not slow" -p no:randomly
+	$(RAY_PYTHON) -m pytest tests/ray -m "not slow"
 
 test-ray-all: $(RAY_READY)  ## the application on a cluster as well, and updates that replace every replica
-	$(RAY_PYTHON) -m pytest tests/ray -p no:randomly
+	$(RAY_PYTHON) -m pytest tests/ray
 
 # vLLM pins versions of its own, so its tests run in an environment of its own; VLLM_ENV names one that exists already.
 # One process per file: an engine leaves settings in its process.

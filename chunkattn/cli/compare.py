@@ -23,6 +23,8 @@ _AROUND = 24
 """Characters shown before and behind a difference."""
 _SHOWN = {" ": "·", "\n": "↵", "\t": "→", "\r": "␍"}
 _TIME = re.compile(r"\d{1,2}:\d{2}|\d{4}-\d{2}-\d{2}|\b\d{10}\b|\b(?:19|20)\d{2}\b")
+_FILE_NAME = re.compile(r"\S*[/\\]\S*|\S+\.(?:json|jsonl|txt)", re.IGNORECASE)
+"""Argument that is meant as a file rather than as a text: no whitespace, and a separator of paths or the ending of a file."""
 DEFAULT_BLOCK_SIZE = 16
 """Tokens of a block where the option leaves it to the platform; GPUs have 64."""
 
@@ -51,7 +53,7 @@ def read_side(given: str, parser: PromptParser, tokenizer: PreTrainedTokenizerBa
         tokenizer: tokenizer with the chat template.
 
     Raises:
-        ConfigError: the file cannot be read, or the JSON object is no completion of one prompt and no chat.
+        ConfigError: the file is missing or cannot be read, or the JSON object is no completion of one prompt and no chat.
         RequestError: the prompt is malformed.
     """
     path = Path(given)
@@ -67,6 +69,8 @@ def read_side(given: str, parser: PromptParser, tokenizer: PreTrainedTokenizerBa
         if not body.keys() & {"messages", "prompt", "chunks"}:
             raise ConfigError("the JSON object is no body of a completion or chat; it needs `messages`, `prompt` or `chunks`")
         return _of_body(body, parser, tokenizer)
+    if not is_file(path) and _FILE_NAME.fullmatch(given):
+        raise ConfigError(f"no such file: {given} (an argument without spaces that looks like a path is one)")
     return Side(parser.parse(text, True))
 
 
@@ -139,10 +143,11 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
     start_a = question_a if a.is_plain else prefix_a  # a plain prompt is cached as a prefix is
     made = []
     follows = salted and kinds and prefix_a == prefix_b
+    otherwise = ", but what comes before it differs" if salted else ", but the salt differs"
     if not b.is_plain:
-        whole = prefix_a == prefix_b
+        text = "differs" if prefix_a != prefix_b else "equal" if salted else f"equal{otherwise}"
         reused = 0 if not salted else len(prefix_b) if follows else _blocks(start_a, prefix_b, block_size)
-        made.append(PartMatch("prefix", len(prefix_b), reused, "equal" if whole else "differs", prefix_a, prefix_b))
+        made.append(PartMatch("prefix", len(prefix_b), reused, text, prefix_a, prefix_b))
         starts = [(int(a.positions[s.start]) if s.end > s.start else 0) for s in a.segments[1:-1]]
         for number, (chunk, segment) in enumerate(zip(chunks_b, b.segments[1:-1], strict=True)):
             places = [place for place, other in enumerate(chunks_a) if other == chunk]
@@ -156,7 +161,7 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
                 reused = max((_blocks(other, chunk, block_size) for other in at_start), default=0)
             text = f"equal to chunk {places[0]}" if places else "differs"
             if reused < len(chunk) and places:
-                text += ", but its position differs" if follows else ", but what comes before it differs"
+                text += ", but its position differs" if follows else otherwise
             other = None if places or number >= len(chunks_a) else chunks_a[number]
             made.append(PartMatch(segment.name, len(chunk), reused, text, other, chunk))
     follows = follows and sorted(filter(None, chunks_a)) == sorted(filter(None, chunks_b))
@@ -165,8 +170,10 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
     else:
         reused = _blocks(question_a, question_b[:-1], block_size) if follows else 0
     text = "equal" if question_a == question_b else "differs"
-    if text == "equal" and not (follows or b.is_plain):
-        text += ", but what comes before it differs"
+    if text == "equal" and not (follows or (b.is_plain and salted)):
+        text += otherwise
+    elif text == "equal" and reused < len(question_b) and a.is_plain == b.is_plain:
+        text += ", reused in full blocks without its last token"
     made.append(PartMatch("prompt" if b.is_plain else "question", len(question_b), reused, text, question_a, question_b))
     return made
 
@@ -195,7 +202,8 @@ def compared(first: Side, second: Side, tokenizer: PreTrainedTokenizerBase, bloc
     """
     parts = match_parts(first, second, block_size)
     if first.salt != second.salt:
-        yield f"salt: A has {first.salt!r}, B has {second.salt!r}; prompts of different salts share nothing"
+        salts = ["none" if side.salt is None else repr(side.salt) for side in (first, second)]
+        yield f"salt: A has {salts[0]}, B has {salts[1]}; prompts of different salts share nothing"
     if first.prompt.layout.is_plain != second.prompt.layout.is_plain:
         kinds = ["plain" if side.prompt.layout.is_plain else "in parts" for side in (first, second)]
         yield f"kind: A is {kinds[0]}, B is {kinds[1]}; they share the blocks at their start alone"
@@ -210,6 +218,8 @@ def compared(first: Side, second: Side, tokenizer: PreTrainedTokenizerBase, bloc
 
 def _difference(first: list[int], second: list[int], tokenizer: PreTrainedTokenizerBase) -> Iterator[str]:
     """Yield where two parts differ, in characters and in tokens."""
+    from chunkattn.server.texts import TokenTexts
+
     a, b = str(tokenizer.decode(first)), str(tokenizer.decode(second))
     place = _common(a, b)
     token = _common(first, second)
@@ -217,8 +227,9 @@ def _difference(first: list[int], second: list[int], tokenizer: PreTrainedTokeni
         yield f"the texts are equal, and token {token} differs: the parts come as other token ids"
     else:
         yield f"from character {place}, token {token}: A {_name(a, place)}, B {_name(b, place)}"
+    texts = TokenTexts(tokenizer, ())
     for name, text, ids in (("A", a, first), ("B", b, second)):
-        piece = repr(str(tokenizer.decode(ids[token : token + 1]))) if token < len(ids) else "no token"
+        piece = f"'{visible(texts.piece(ids[token]))}'" if token < len(ids) else "no token"
         yield f"{name}: {_excerpt(text, place)}   token {token}: {piece}"
 
 
@@ -253,6 +264,8 @@ def _hints(first: Side, second: Side, parts: Sequence[PartMatch], tokenizer: Pre
     """Yield what to change, for the first part that differs."""
     if first.tells_time or second.tells_time:
         yield "hint: the chat template writes the current time (strftime_now), so the prefix changes with it; pass a fixed date"
+    if first.salt != second.salt:
+        yield "hint: the cache_salt differs; send the same one with requests that may share the cache"
     part = next((part for part in parts if part.first is not None and part.first != part.second), None)
     if part is None or part.first is None or part.name in ("question",):
         return

@@ -50,7 +50,9 @@ class EngineMetrics:
         self.queue = Gauge(_PREFIX + "requests_now", "Requests in the engine, by state", ["state"], registry=self.registry)
         self.step_time = self._histogram("step_seconds", "Seconds per engine step")
         self.host_time = self._histogram("step_host_seconds", "Seconds per step for scheduling and metadata while no step runs")
-        self.queue_time = self._histogram("queue_seconds", "Seconds from a request's arrival to its first admission")
+        self.queue_time = self._histogram(
+            "queue_seconds", "Seconds from a request's arrival to its first admission, waits for compilations included"
+        )
         self.first_token = self._histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token, of requests that generate"
         )

@@ -234,6 +234,7 @@ class Caller:
         places: number of queue places that this request holds.
         num_bytes: number of bytes of its body that this request holds.
         tag: digest of the API key.
+        salt_mark: short digest of the request's own cache salt, for the log; None without one.
         at_end: functions to call when the answer has ended.
     """
 
@@ -243,6 +244,7 @@ class Caller:
     places: int = 0
     num_bytes: int = 0
     tag: str = ""
+    salt_mark: str | None = None
     at_end: list[Callable[[], None]] = field(default_factory=list)
 
     def salt(self, given: str | None) -> str | None:
@@ -251,12 +253,15 @@ class Caller:
         Args:
             given: salt from the request.
         """
+        as_bytes = None if given is None else given.encode("utf-8", "surrogatepass")
+        if as_bytes is not None:
+            self.salt_mark = hashlib.sha256(as_bytes).hexdigest()[:8]
         if self.name is None:
             return given
         own = KeyHolder(self.name, self.tag).salt
-        if given is None:
+        if as_bytes is None:
             return own
-        return f"{own}:{hashlib.blake2b(given.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+        return f"{own}:{hashlib.blake2b(as_bytes, digest_size=16).hexdigest()}"
 
     def take(self, places: int) -> None:
         """Take queue places; `leave` returns them.

@@ -133,7 +133,8 @@ class Gate:
         finally:
             caller.leave()
             self.metrics.running -= 1
-            about = {"id": request_id, "key": None if holder is None else holder.name, "replica": replica}
+            key = None if holder is None else holder.name
+            about = {"id": request_id, "key": key, "salt": caller.salt_mark, "replica": replica}
             self._note(scope, status or 499, {name: text for name, text in about.items() if text is not None}, record, span)
 
     def _refuse(self, scope: Scope, headers: Headers, known: bool) -> ApiError | None:
@@ -178,7 +179,7 @@ class Gate:
         whole = {"method": scope["method"], "path": path, "route": route, "status": status, "seconds": seconds}
         fields = {**named, **whole, **about}
         text = "%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)" + " from %(replica)s" * ("replica" in named)
-        told = ({"key": named["key"]} if "key" in named else {}) | about
+        told = {name: named[name] for name in ("key", "salt") if name in named} | about
         if told:
             text += " " + text_of(told).replace("%", "%%")
         # A gateway asks for reports every second.

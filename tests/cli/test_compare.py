@@ -43,7 +43,8 @@ def test_what_it_predicts_is_what_the_engine_reuses(llm, name):
     first, second = (read_side(text, llm.parser, llm.tokenizer) for text in texts)
     matches = match_parts(first, second, llm.limits.block_size)
     llm.reset_prefix_cache()
-    found = [llm.generate(side.prompt, SamplingParams(max_tokens=1, temperature=0))[0] for side in (first, second)][1]
+    params = SamplingParams(max_tokens=1, temperature=0)
+    found = [llm.generate(text, params, chunk_aware=True)[0] for text in texts][1]
     llm.reset_prefix_cache()
     assert sum(part.reused for part in matches) == found.num_cached_tokens
     assert [part.reused for part in matches[1:-1]] == list(found.num_cached_chunk_tokens)
@@ -86,7 +87,8 @@ def test_salts_files_and_faults(tmp_path):
     a, b = (body(tmp_path, name, chunks=chunks(PREFIX), cache_salt=name) for name in "ab")
     shown = compare(a, b)
     assert "salt: A has 'a', B has 'b'" in shown
-    assert "chunk 0: equal to chunk 0, but what comes before it differs; 0 of" in shown
+    assert "chunk 0: equal to chunk 0, but the salt differs; 0 of" in shown
+    assert "hint: the cache_salt differs" in shown
     assert "could come from the cache" in compare(a, f"{PREFIX} # # {ANA} # # Where?")
     assert "names stored documents by id" in compare(a, body(tmp_path, "c", chunks={**chunks("x"), "documents": [{"id": "d"}]}))
     assert "the saved body cannot be read: max_tokens" in compare(a, body(tmp_path, "d", prompt="x", max_tokens="many"))
@@ -102,6 +104,25 @@ def test_a_chat_template_takes_the_place_of_the_tokenizers(tmp_path):
     assert "Hi!·⟦Ana" in shown
     assert "the chat template writes the current time" in shown
     assert "chat_template has a fault in line 1" in compare(*chats, "--chat-template", "{{")
+
+
+@pytest.mark.parametrize("name", ["nosuch.json", "NOSUCH.JSONL", "nosuch.txt", "folder/nosuch", "./a", "folder\\nosuch"])
+def test_a_missing_file_is_an_error(name):
+    result = CliRunner().invoke(app, ["inspect", "--compare", PREFIX, name])
+    assert result.exit_code != 0
+    assert f"no such file: {name}" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("text", ["Read", "Read a/b", "in nosuch.json", '{"prompt":"a/b"}', "1.5"])
+def test_a_text_is_no_missing_file(llm, text):
+    assert read_side(text, llm.parser, llm.tokenizer).prompt.layout.is_plain
+
+
+def test_a_body_decides_whether_its_prompt_is_split(llm, tmp_path):
+    prompt = f"{PREFIX} # # {ANA} # # Where?"
+    for fields, plain in (({}, False), ({"chunk_aware": True}, False), ({"chunk_aware": False}, True)):
+        side = read_side(str(body(tmp_path, "a", prompt=prompt, **fields)), llm.parser, llm.tokenizer)
+        assert side.prompt.layout.is_plain is plain
 
 
 def test_hidden_characters_become_visible():

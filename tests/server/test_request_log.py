@@ -1,6 +1,7 @@
 """The log line of a request, its headers and its span, over engines that compute nothing."""
 
 import asyncio
+import hashlib
 import json
 import logging
 from dataclasses import replace
@@ -49,7 +50,7 @@ BODIES = {
     "/generative_scoring": {"query": "Find.", "items": ["Cy.", "Di."], "label_token_ids": [5, 6]},
     RERANK: {"query": "Where?", "documents": ["Ana lives.", "Bo."]},
     "/v1/decisions": {"input": "Ana lives.", "questions": [ASKED]},
-    "/v1/systemone": {"state": "Ana lives.", "questions": {"a": {"type": "noul", "instructions": "Is it Ana?"}}},
+    "/v1/systemone": {"state": "Ana works.", "questions": {"a": {"type": "noul", "instructions": "Is it Ana?"}}},
     CACHE: {"prefix": "Read.", "documents": ["Ana lives in Oslo."]},
 }
 
@@ -199,6 +200,21 @@ def test_the_line_names_the_key(exchange, tmp_path):
     assert fields["key"] == "team-a"
     assert " key=team-a " in text
     assert "secret" not in text
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("keys", ["", "team-a:secret\n"])
+def test_the_line_has_a_digest_of_the_salt(exchange, tmp_path, path, keys):
+    given = {}
+    if keys:
+        (tmp_path / "keys").write_text(keys)
+        given = {"headers": {"Authorization": "Bearer secret"}, "api_key_file": str(tmp_path / "keys")}
+    _, fields, text = exchange(path, BODIES[path] | {"cache_salt": "team-b"}, **given)
+    assert fields["salt"] == hashlib.sha256(b"team-b").hexdigest()[:8]
+    assert f" salt={fields['salt']} " in text
+    assert "team-b" not in text
+    _, fields, _ = exchange(path, BODIES[path], **given)
+    assert "salt" not in fields
 
 
 def test_a_line_of_json_has_the_fields(exchange, caplog):

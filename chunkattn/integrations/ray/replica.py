@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import pickle
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
@@ -52,7 +51,6 @@ class Replica(ReloadsKeys):
         # A loopback host refuses other names.
         config = replace(ServerConfig(**server), host="0.0.0.0", report_documents=True)
         set_up_logs(config.log_format)
-        logging.getLogger("chunkattn.server.access").setLevel(logging.WARNING)  # the gateway logs every request
         options = dict(engine)
         if options.get("kv_store") is not None:
             options["kv_store"] = str(_own_folder(options["kv_store"]))
