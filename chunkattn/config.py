@@ -84,7 +84,8 @@ class EngineConfig:
         block_size: tokens per KV page, a power of two; by default 64 on GPUs and 16 elsewhere.
         kv_cache_memory_bytes: size of the KV pool on each device in bytes; by default chosen by platform.
         gpu_memory_utilization: share of each GPU's memory that JAX takes at its start, for weights, KV pool and steps. JAX's
-            own variable `XLA_PYTHON_CLIENT_MEM_FRACTION` comes first. It has no effect once the process has used JAX.
+            own variable `XLA_CLIENT_MEM_FRACTION` comes first, as does its deprecated name `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+            It has no effect once the process has used JAX.
         tensor_parallel_size: number of devices that share the model: its heads, its MLP and its KV pool are divided over the
             first devices that JAX sees, on all hosts together.
         num_hosts: number of machines whose devices share the model, an equal number on each. Every one runs

@@ -29,7 +29,7 @@ _SCRIPT = Path(__file__).with_name("peer_script.py")
 _TIMEOUT_S = 3600.0
 _CLOSE_S = 60.0
 _GPU_SHARE = 0.45
-"""Share of a GPU's memory for vLLM. JAX needs `XLA_PYTHON_CLIENT_MEM_FRACTION=0.45` to leave as much."""
+"""Share of a GPU's memory for vLLM. JAX needs `XLA_CLIENT_MEM_FRACTION=0.45` to leave as much."""
 _PRELOADED_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")
 """Libraries with which vLLM's decode is 1.6 times faster on CPUs."""
 

@@ -320,7 +320,9 @@ def rank(
     top_n: int | None = None,
     activation: str | None = None,
 ) -> RerankOutput:
-    """Return the documents sorted by score, best first; equal scores keep their order.
+    """Return the documents sorted by score, best first. Equal scores, as of a saturated activation, are sorted by logit.
+
+    Documents of equal logits keep their order.
 
     Args:
         output: scores of the documents.
@@ -337,6 +339,6 @@ def rank(
     relevance = [row[column] for row in output.scores]
     if activation is not None:
         relevance = ACTIVATIONS[activation](np.asarray(logits, np.float64)[:, None])[:, 0].tolist() if logits else []
-    order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], i))[:top_n]
+    order = sorted(range(len(relevance)), key=lambda i: (-relevance[i], -logits[i], i))[:top_n]
     results = [RerankResult(i, relevance[i], documents[i], logits[i], truncated[i]) for i in order]
     return RerankOutput(results, template, output.algorithm, output.usage)

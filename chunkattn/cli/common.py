@@ -110,6 +110,14 @@ def check_file(path: Path) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
 
 
+def is_file(path: Path) -> bool:
+    """Return whether a path is a file. A text that no file can have as its name is none."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        return False
+
+
 def check_overwrites(output: Path, inputs: Iterable[tuple[str, Path | None]], *, flag: str = "--output") -> None:
     """Check that a file to write is none of the files to read. Pipes and devices pass.
 
@@ -123,7 +131,7 @@ def check_overwrites(output: Path, inputs: Iterable[tuple[str, Path | None]], *,
     """
     if output.is_file():
         for source, file in inputs:
-            if file is not None and file.is_file() and output.samefile(file):
+            if file is not None and is_file(file) and output.samefile(file):
                 raise ConfigError(f"{flag} {output} is the file of {source}")
 
 

@@ -11,6 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from chunkattn.cli.common import is_file
 from chunkattn.errors import ConfigError
 from chunkattn.layout import ChunkLayout, Segment
 from chunkattn.parsers import ParsedPrompt, PromptParser
@@ -52,25 +53,23 @@ def read_side(given: str, parser: PromptParser, tokenizer: PreTrainedTokenizerBa
         tokenizer: tokenizer with the chat template.
 
     Raises:
-        ConfigError: the file is missing or cannot be read, or the body is no completion or chat.
+        ConfigError: the file is missing or cannot be read, or the JSON object is no completion of one prompt and no chat.
         RequestError: the prompt is malformed.
     """
     path = Path(given)
     try:
-        is_file = path.is_file()
-    except (OSError, ValueError):  # a text that no file can have as its name
-        is_file = False
-    try:
-        text = path.read_text(encoding="utf-8") if is_file else given
+        text = path.read_text(encoding="utf-8") if is_file(path) else given
     except (OSError, ValueError) as error:
         raise ConfigError(f"{given} cannot be read: {error}") from None
     try:
         body = json.loads(text)
     except ValueError:
         body = None
-    if isinstance(body, dict) and body.keys() & {"messages", "prompt", "chunks"}:
+    if isinstance(body, dict):
+        if not body.keys() & {"messages", "prompt", "chunks"}:
+            raise ConfigError("the JSON object is no body of a completion or chat; it needs `messages`, `prompt` or `chunks`")
         return _of_body(body, parser, tokenizer)
-    if not is_file and _FILE_NAME.fullmatch(given):
+    if not is_file(path) and _FILE_NAME.fullmatch(given):
         raise ConfigError(f"no such file: {given} (an argument without spaces that looks like a path is one)")
     return Side(parser.parse(text, True))
 
@@ -94,7 +93,10 @@ def _of_body(given: dict[str, Any], parser: PromptParser, tokenizer: PreTrainedT
     _refuse_ids(named_documents(body.chunks.documents) if body.chunks is not None else {})
     own = parser if body.add_special_tokens else parser.without_leading()
     chunk_aware = True if body.chunk_aware is None else body.chunk_aware
-    return Side(own.parse(body.prompts({})[0], chunk_aware), body.cache_salt)
+    prompts = body.prompts({})
+    if len(prompts) != 1:
+        raise ConfigError(f"the saved body has {len(prompts)} prompts; save one body for each prompt to compare them")
+    return Side(own.parse(prompts[0], chunk_aware), body.cache_salt)
 
 
 def _refuse_ids(named: Any) -> None:

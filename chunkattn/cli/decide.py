@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -115,7 +116,7 @@ def decide(
         inputs += [("--document-file", file) for file in document_file or []]
         files = {"--model": model}
         files |= {f"--{name.replace('_', '-')}": engine[name] for name in ("tokenizer", "chat_template", "chunk_calibration")}
-        inputs += [(flag, Path(file).expanduser()) for flag, file in files.items() if file and "\n" not in file]
+        inputs += [(flag, Path(os.path.expanduser(file))) for flag, file in files.items() if file]
         check_overwrites(output, inputs)
     asked = read_questions(questions)
     given = _Lines(input_file) if input_file is not None else _one_state(state, state_file)

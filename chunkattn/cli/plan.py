@@ -15,9 +15,7 @@ _ENGINE = "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_me
 
 
 @command(app)
-@with_options(
-    (EngineConfig, None, "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_memory_utilization max_model_len")
-)
+@with_options((EngineConfig, None, _ENGINE))
 def plan(
     model: Annotated[
         str | None, typer.Argument(help="Local folder, GGUF file or hub id; the bundled demo model when left out.")

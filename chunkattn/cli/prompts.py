@@ -31,6 +31,7 @@ from chunkattn.errors import RequestError
 from chunkattn.focus import Focus, read_focus
 from chunkattn.outputs import FocusOutput
 from chunkattn.parsers import ParsedPrompt, PromptParser
+from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 
@@ -140,7 +141,7 @@ def _bar(value: float, width: int = 20) -> str:
 
 
 @command(app)
-@with_options((EngineConfig, None, f"tokenizer {_CHUNKS} block_size"))
+@with_options((EngineConfig, None, f"tokenizer chat_template {_CHUNKS} block_size"))
 def inspect(
     prompt: PromptText = None,
     prefix: PrefixPart = None,
@@ -161,6 +162,8 @@ def inspect(
     from chunkattn.models.loader import load_model_tokenizer
 
     loaded, config = load_model_tokenizer(model, engine["tokenizer"]), make_config(model, engine)
+    if config.chat_template is not None:
+        loaded.chat_template = own_template(loaded, config.chat_template)
     parser = PromptParser(
         loaded,
         separator=config.chunk_separator,

@@ -33,8 +33,10 @@ _DEFAULT_KV_BYTES = 1 << 30
 _DEFAULT_KV_TOKENS = 1 << 18
 _STEP_SHARE, _MOST_STEP_BYTES = 0.15, 6 << 30
 """Share of an accelerator's memory that steps have, and the bytes that suffice them on a large device."""
-_FRACTIONS = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION")
-"""Variables of JAX with the share of a GPU's memory that it takes when it starts. Its own default is 0.75."""
+_FRACTION, _DEPRECATED_FRACTION = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+"""Variables of JAX with the share of a GPU's memory that it takes when it starts. JAX refuses both at once."""
+_OWN_FRACTION = "_CHUNKATTN_MEM_FRACTION"
+"""Variable with the share that an engine of this process or of its parent has set."""
 _BLOCK_SIZES = {"gpu": 64}
 """Default page size by platform: on a GPU, one copy brings a page, and small pages cost a copy instruction each."""
 _BLOCK_SIZE = 16
@@ -179,9 +181,15 @@ def bytes_beside_steps(limit: int) -> int:
 
 
 def take_gpu_memory(config: EngineConfig) -> None:
-    """Have JAX take the share `gpu_memory_utilization` of each GPU's memory, unless its own variables name a share."""
-    if not any(name in os.environ for name in _FRACTIONS):
-        os.environ[_FRACTIONS[0]] = str(config.gpu_memory_utilization)
+    """Have JAX take the share `gpu_memory_utilization` of each GPU's memory, unless the user's variables name a share.
+
+    A process inherits the variables of its parent, so a share that another engine has set does not count as the user's.
+    """
+    own = os.environ.pop(_OWN_FRACTION, None)
+    if own is not None and os.environ.get(_FRACTION) == own:
+        del os.environ[_FRACTION]
+    if not any(os.environ.get(name) for name in (_FRACTION, _DEPRECATED_FRACTION)):  # JAX takes an empty value for none
+        os.environ[_FRACTION] = os.environ[_OWN_FRACTION] = str(config.gpu_memory_utilization)
 
 
 def enable_compile_cache() -> None:

@@ -13,7 +13,7 @@ from chunkattn.gguf_names import GGUF_SUFFIX, pick_gguf, split_quant
 from chunkattn.local_files import is_present
 from chunkattn.models.foreign_files import explain_file, explain_files, explain_name, is_gguf, list_files
 from chunkattn.models.gguf_file import find_gguf
-from chunkattn.models.safetensors_folder import INDEX_FILE, SINGLE_FILE
+from chunkattn.models.safetensors_folder import INDEX_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def _folder(folder: Path) -> Path:
         return find_gguf(folder) or folder
     if not (beside := sorted(path.name for path in folder.glob(f"*{GGUF_SUFFIX}"))):
         return folder
-    if any((folder / name).exists() for name in (SINGLE_FILE, INDEX_FILE)):
+    if (folder / INDEX_FILE).exists() or any(folder.glob("*.safetensors")):
         logger.warning("%s: its safetensors are loaded, not %s; to load a GGUF file, pass its path", folder, ", ".join(beside))
         return folder
     found = find_gguf(folder) or folder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -40,7 +41,7 @@ def load_chat_template(given: str, names: Mapping[str, str] | None = None) -> st
     if names and given in names:
         return names[given]
     try:
-        return Path(given).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(given)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         if _JINJA & {*given} and not isinstance(error, UnicodeError):
             return given

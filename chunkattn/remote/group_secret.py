@@ -7,11 +7,11 @@ import os
 import secrets
 import stat
 from contextlib import suppress
-from ipaddress import ip_address
 from pathlib import Path
 
 from zmq.utils import z85
 
+from chunkattn.addresses import is_loopback
 from chunkattn.config import EngineConfig, split_address
 from chunkattn.engine.verdicts import user_cache
 from chunkattn.errors import ConfigError
@@ -22,13 +22,6 @@ _LEAST_BYTES, _MOST_BYTES = 16, 4096
 _OTHERS = stat.S_IWGRP | stat.S_IRWXO
 """Permissions of a secret's file that are refused. Its group may read it, as the group of a Kubernetes volume must."""
 _MAKE_ONE = "openssl rand -hex 32 makes one"
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host of a `coordinator` is this machine whatever names mean: a loopback address, or `localhost`."""
-    with suppress(ValueError):
-        return ip_address(host).is_loopback
-    return host.lower() == "localhost"
 
 
 def curve_key(config: EngineConfig) -> bytes:

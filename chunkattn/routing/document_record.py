@@ -12,7 +12,10 @@ from chunkattn.errors import ChunkAttnError, ConfigError
 
 
 class RecordsError(ChunkAttnError, OSError):
-    """Change of the records that the file did not take, for example because the disk is full. Nothing was changed."""
+    """Change of the records that the file did not take, for example because the disk is full.
+
+    Nothing was changed, except for a deletion in portions: its message says when only a part was deleted.
+    """
 
 
 class RecordsInUseError(ConfigError):

@@ -134,9 +134,9 @@ class RecordsFile:
         """Delete the rows of records, and yield the records whose rows are deleted: all at once, or on a full disk in portions.
 
         Raises:
-            RecordsError: the file did not take the change.
+            RecordsError: the file did not take the change, or not all of it.
         """
-        portions = [records]
+        portions, is_begun = [records], False
         while portions:
             portion = portions.pop()
             try:
@@ -149,10 +149,11 @@ class RecordsFile:
                         self._delete_rows(portion, on_full_disk=True)
             except sqlite3.Error as error:
                 if len(portion) == 1 or not _is_full(error):
-                    raise self._not_taken(error) from None
+                    raise self._not_taken(error, is_begun=is_begun) from None
                 middle = len(portion) // 2
                 portions += [portion[middle:], portion[:middle]]
             else:
+                is_begun = True
                 yield portion
 
     def _delete_rows(self, records: Sequence[DocumentRecord], *, on_full_disk: bool = False) -> None:
@@ -206,10 +207,11 @@ class RecordsFile:
                 os.ftruncate(self._descriptor, have)
                 raise OSError(f"the disk has no room for it: {error.strerror}") from None
 
-    def _not_taken(self, error: Exception) -> RecordsError:
+    def _not_taken(self, error: Exception, *, is_begun: bool = False) -> RecordsError:
         if isinstance(error, RecordsError):
             return error
-        return RecordsError(f"document store {self.path} did not take the change: {error}; nothing was changed")
+        outcome = "only a part was deleted; try again" if is_begun else "nothing was changed"
+        return RecordsError(f"document store {self.path} did not take the change: {error}; {outcome}")
 
 
 def _is_full(error: sqlite3.Error) -> bool:

@@ -12,11 +12,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from chunkattn.addresses import is_loopback
 from chunkattn.fair_threads import OWNER
 from chunkattn.request_record import RECORD, RequestRecord
 from chunkattn.server.errors import ApiError, api_error, too_large
 from chunkattn.server.keys import Caller, Keys, Shares
-from chunkattn.server.names import is_host, is_loopback, names_this_machine
+from chunkattn.server.names import is_host, names_this_machine
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.request_log import TIMING_HEADER, TOKENS_HEADER, fields_of, text_of, timing_header, tokens_header
 from chunkattn.server.tracing import RequestSpan

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import re
 
+from chunkattn.addresses import is_loopback
 from chunkattn.errors import ConfigError
 
 _HOST = re.compile(r"(?:\[[0-9A-Za-z:.%]+\]|[\w.~!$&'()*+,;=%-]*)(?::\d*)?", re.ASCII)
@@ -20,19 +21,7 @@ def is_host(value: str) -> bool:
 def names_this_machine(host: str) -> bool:
     """Return whether a Host header names this machine. A DNS-rebinding page sends its own name."""
     name = host.rpartition(":")[0] if re.fullmatch(r"\d*", host.rpartition(":")[2], re.ASCII) and ":" in host else host
-    return is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name.removesuffix("."))
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach an address or name."""
-    if host.lower() == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return (mapped or address).is_loopback
+    return is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
 
 
 def origin(given: str) -> str:

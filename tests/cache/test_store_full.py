@@ -9,6 +9,7 @@ import numpy as np
 
 from chunkattn.cache.disk.store import KVStore, entry_key
 from chunkattn.cache.disk.writer import StoreWriter
+from chunkattn.private_files import Reserve
 
 LIKE = [((64, 1024), np.dtype(np.float32))]
 
@@ -19,6 +20,12 @@ def key_of(number):
 
 def put(store, number):
     return store.put(key_of(number), [np.full((64, 1024), number, np.float32)], tokens=1, kind="chunk")
+
+
+def test_a_reserve_without_space_is_told(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(Reserve, "fill", lambda _: False)
+    KVStore(tmp_path / "kv", max_bytes=8 << 20).close()
+    assert caplog.text.count("is full: entries may not be deleted until space is free") == 1
 
 
 FILL = """

@@ -9,11 +9,12 @@ from transformers import AutoTokenizer
 
 from chunkattn import LLM, AsyncLLM
 from chunkattn.calls.labels import resolve_labels
-from chunkattn.calls.rerank import fill_template, label_ids, rerank_call
+from chunkattn.calls.rerank import fill_template, label_ids, rank, rerank_call
 from chunkattn.calls.rerank_template import GENERIC, PLAIN, QWEN3_RERANKER, RerankTemplate
 from chunkattn.calls.score_inputs import pair_queries
 from chunkattn.engine.messages import ScoreRequest
 from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
+from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.rope.positions import make_layout
 from tests.async_helpers import OPTIONS
@@ -28,6 +29,14 @@ DOCUMENTS = ["Paris is a city.", "", "Böb 東 likes figs?!", " two\n\nlines \n"
 def reranker_folder(tmp_path_factory):
     """A tiny random Qwen3-Reranker with a byte-level tokenizer of Qwen's kind."""
     return make_reranker(tmp_path_factory.mktemp("models") / "Qwen3-Reranker-tiny")
+
+
+def test_saturated_scores_are_sorted_by_logit():
+    logits = [[40.0], [90.0], [-1000.0], [-2000.0], [40.0], [0.0]]
+    output = ScoreOutput([[1.0], [1.0], [0.0], [0.0], [1.0], [0.5]], None, "serial", ScoreUsage(0, 0), logits)
+    given = {"documents": ["x"] * 6, "truncated": [False] * 6, "template": "plain"}
+    for activation in (None, "Sigmoid"):
+        assert [r.index for r in rank(output, **given, activation=activation).results] == [1, 0, 4, 5, 2, 3]
 
 
 @pytest.fixture(scope="module")

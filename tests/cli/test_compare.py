@@ -92,7 +92,18 @@ def test_salts_files_and_faults(tmp_path):
     assert "could come from the cache" in compare(a, f"{PREFIX} # # {ANA} # # Where?")
     assert "names stored documents by id" in compare(a, body(tmp_path, "c", chunks={**chunks("x"), "documents": [{"id": "d"}]}))
     assert "the saved body cannot be read: max_tokens" in compare(a, body(tmp_path, "d", prompt="x", max_tokens="many"))
+    assert "the saved body has 2 prompts" in compare(a, body(tmp_path, "e", prompt=["x", "y"]))
+    for fields in ({}, {"input": "x"}, {"model": "m", "texts": ["x"]}):
+        assert "is no body of a completion or chat" in compare(a, body(tmp_path, "f", **fields))
     assert "leave the other prompt" in compare("a", "b", "--prefix", "c")
+
+
+def test_a_chat_template_takes_the_place_of_the_tokenizers(tmp_path):
+    chats = [body(tmp_path, name, messages=[{"role": "user", "content": text}]) for name, text in (("a", ANA), ("b", BO))]
+    shown = compare(*chats, "--chat-template", "At {{ strftime_now('%H') }}. Hi! {{ messages[0]['content'] }}")
+    assert "Hi!·⟦Ana" in shown
+    assert "the chat template writes the current time" in shown
+    assert "chat_template has a fault in line 1" in compare(*chats, "--chat-template", "{{")
 
 
 @pytest.mark.parametrize("name", ["nosuch.json", "NOSUCH.JSONL", "nosuch.txt", "folder/nosuch", "./a", "folder\\nosuch"])

@@ -188,6 +188,10 @@ def test_other_errors(folder, files):
         (["--state-file", tickets, "--output", tickets], "is the file of --state-file"),
         (["a", "--document-file", tickets, "--output", tickets], "is the file of --document-file"),
         (["a", "--chunk-calibration", tickets, "--output", tickets], "is the file of --chunk-calibration"),
+        *(
+            (["a", "--output", tickets, "--chat-template", template], "chat_template has a fault in line")
+            for template in ("{{ " + "x" * 300, "{{ x\n", "~nobody/{{ x", "{{ \0")
+        ),
         (["a", "--chat-template-kwargs", "{"], "--chat-template-kwargs is no JSON"),
         (["a", "--chat-template-kwargs", "[1]"], "--chat-template-kwargs must be a JSON object, got list"),
         (["a", "--chat-template-kwargs", "[" * 100_000], "--chat-template-kwargs nests too deep"),

@@ -13,7 +13,7 @@ from chunkattn.engine.build import take_gpu_memory
 from chunkattn.engine.plan import CHIPS, chip_of
 from chunkattn.errors import ConfigError
 
-VARIABLE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+VARIABLE, DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 GIB = 1 << 30
 PARAMETERS = 8_030_261_248
 """Number of parameters of Llama-3-8B, in the index of its checkpoint."""
@@ -84,14 +84,27 @@ def test_a_device_has_the_names_of_its_maker(name):
     assert chip_of(name) == ("a100", CHIPS["a100"])
 
 
-@pytest.mark.parametrize("given", [None, "0.5"])
-def test_jax_takes_the_share_that_is_asked_for(given, monkeypatch):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    if given is not None:
-        monkeypatch.setenv(VARIABLE, given)
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ({}, {VARIABLE: "0.8"}),
+        ({VARIABLE: "0.5"}, {VARIABLE: "0.5"}),
+        ({DEPRECATED: "0.5"}, {DEPRECATED: "0.5"}),
+        ({VARIABLE: ""}, {VARIABLE: "0.8"}),
+    ],
+    ids=str,
+)
+def test_jax_takes_the_share_that_is_asked_for(given, taken, monkeypatch):
+    environment = dict(given)
+    monkeypatch.setattr(os, "environ", environment)
     take_gpu_memory(EngineConfig(gpu_memory_utilization=0.8))
-    assert os.environ[VARIABLE] == (given or "0.8")
-    monkeypatch.setenv(VARIABLE, "")  # restores the variable at the end
+    assert {name: value for name, value in environment.items() if name in (VARIABLE, DEPRECATED)} == taken
+    take_gpu_memory(EngineConfig(gpu_memory_utilization=0.45))  # as a child process does, which inherits the variables
+    second = {name: value.replace("0.8", "0.45") for name, value in taken.items()}
+    assert {name: value for name, value in environment.items() if name in (VARIABLE, DEPRECATED)} == second
+    environment[DEPRECATED] = "0.3"
+    take_gpu_memory(EngineConfig(gpu_memory_utilization=0.45))
+    assert (VARIABLE in environment) == (VARIABLE in given and given[VARIABLE] != "")  # JAX refuses both of them
     for share in (0, 1.01, float("nan")):
         with pytest.raises(ConfigError, match="gpu_memory_utilization must be above 0"):
             EngineConfig(gpu_memory_utilization=share)

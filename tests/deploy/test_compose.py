@@ -17,6 +17,14 @@ from tests.deploy.test_dashboard import DASHBOARD
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "compose.yaml").read_text(encoding="utf-8")
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+PUBLIC = ROOT / "compose.public.yaml"
+
+
+class PublicLoader(yaml.SafeLoader):
+    """Loader of an override file. A list with the tag `!override` takes the place of the former."""
+
+
+PublicLoader.add_constructor("!override", yaml.SafeLoader.construct_sequence)
 SERVICE = {
     "image": str,
     "build": (str, dict),
@@ -33,8 +41,15 @@ SERVICE = {
 
 
 def filled(text, **variables):
-    """Return a text with its variables replaced, as compose does."""
-    return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda found: variables.get(found[1], found[2] or ""), text)
+    """Return a text with its variables replaced, as compose does. Of the operators, it has `:-` and `:?`."""
+
+    def value(found):
+        name, operator, other = found.groups()
+        if operator == ":?" and not variables.get(name):
+            raise ValueError(f"required variable {name} is missing a value: {other}")
+        return variables.get(name) or other or ""
+
+    return re.sub(r"\$\{(\w+)(?:(:[-?])([^}]*))?\}", value, text)
 
 
 def read(**variables):
@@ -93,7 +108,20 @@ def test_only_this_machine_reaches_the_ports():
     assert {name: published(name)[0] for name in SERVICES if "ports" in SERVICES[name]} == dict.fromkeys(
         ("gateway", "prometheus", "grafana"), "127.0.0.1"
     )
-    assert read(CHUNKATTN_BIND="0.0.0.0")["services"]["gateway"]["ports"] == ["0.0.0.0:8000:8000"]
+    assert read(CHUNKATTN_BIND="0.0.0.0") == FILE
+
+
+def test_other_machines_reach_the_gateway_with_keys_alone():
+    text, keys = PUBLIC.read_text(encoding="utf-8"), {"CHUNKATTN_API_KEY": "a", "CHUNKATTN_METRICS_KEY": "m"}
+    for name in keys:
+        for value in ({}, {name: ""}):
+            with pytest.raises(ValueError, match=f"{name} is missing"):
+                filled(text, **{**{key: "k" for key in keys if key != name}, **value})
+    for bind, address in ({}, "0.0.0.0"), ({"CHUNKATTN_BIND": "10.0.0.1"}, "10.0.0.1"):
+        opened = yaml.load(filled(text, **keys, **bind), PublicLoader)
+        assert opened == {
+            "services": {"gateway": {"environment": [f"{k}={v}" for k, v in keys.items()], "ports": [f"{address}:8000:8000"]}}
+        }
 
 
 @pytest.mark.parametrize("variables", [{}, {"CHUNKATTN_MODEL": "a/b", "CHUNKATTN_API_KEY": "k", "CHUNKATTN_METRICS_KEY": "m"}])

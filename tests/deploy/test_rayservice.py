@@ -9,6 +9,7 @@ import yaml
 
 from chunkattn.integrations.ray import SUPPORTED
 from chunkattn.integrations.ray.options import AppOptions, environment
+from chunkattn.server.options import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 SECRET, SERVICE = yaml.safe_load_all((ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text(encoding="utf-8"))
@@ -50,6 +51,10 @@ def test_schemas_of_secret_and_pods():
 
 def test_the_application_is_that_of_the_serve_file():
     assert yaml.safe_load((ROOT / "deploy" / "ray" / "serve.yaml").read_text(encoding="utf-8")) == SERVE
+
+
+def test_idle_connections_are_kept_as_long_as_those_of_the_server():
+    assert SERVE["http_options"]["keep_alive_timeout_s"] >= ServerConfig().timeout_keep_alive
 
 
 def test_the_application_exists_and_takes_its_arguments():

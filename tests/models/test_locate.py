@@ -187,6 +187,8 @@ def test_a_gguf_file_beside_a_configuration(gguf, make, checkpoint, tmp_path, ca
     shutil.copy(gguf, both)
     assert resolve_path(str(both)) == both
     assert "its safetensors are loaded, not tiny-Q8_0.gguf; to load a GGUF file, pass its path" in caplog.text
+    shards = make({"config.json": b"{}", "model-00001-of-00002.safetensors": b"", "draft.gguf": GGUF}, "shards")
+    assert resolve_path(str(shards)) == shards  # the loader says that the index is missing
     alone = make({"config.json": b"{}", "tiny-Q8_0.gguf": gguf.read_bytes()}, "alone")
     assert resolve_path(str(alone)) == alone / "tiny-Q8_0.gguf"
     assert "has a config.json and no safetensors: tiny-Q8_0.gguf is loaded" in caplog.text

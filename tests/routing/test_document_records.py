@@ -205,6 +205,28 @@ def test_a_change_that_the_file_does_not_take_changes_nothing(tmp_path):
     assert kept.source == "A text."
 
 
+@pytest.mark.parametrize(("taken", "outcome"), [(0, "nothing was changed"), (1, "only a part was deleted; try again")])
+def test_a_deletion_in_portions_says_what_was_deleted(taken, outcome, tmp_path, monkeypatch):
+    """The portions are both records, then each alone."""
+    records = DocumentRecords(tmp_path / "documents")
+    kept, done = records.put([record("a"), record("b")]), []
+    delete = records._file._delete_rows
+
+    def full(portion, **options):
+        if len(portion) > 1 or len(done) == taken:
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorname = "SQLITE_FULL"
+            raise error
+        delete(portion)
+        done.append(portion)
+
+    monkeypatch.setattr(records._file, "_delete_rows", full)
+    with pytest.raises(RecordsError, match=f"is full; {outcome}$"):
+        records.remove(kept)
+    assert len(records) == 2 - taken
+    records.close()
+
+
 def test_after_a_handover_another_opens_the_file_and_changes_are_refused(tmp_path):
     former = DocumentRecords(tmp_path / "records")
     (first,) = former.put([record("first")])

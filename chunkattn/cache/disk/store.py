@@ -105,7 +105,8 @@ class KVStore(contextlib.AbstractContextManager["KVStore"]):
             if map_size > self._env.map_size:
                 self._env.resize(map_size)
             self._reserve = Reserve(self.path / _RESERVE, _RESERVE_BYTES)
-            self._reserve.fill()
+            if not self._reserve.fill():
+                logger.warning("the disk of the KV store %s is full: entries may not be deleted until space is free", self.path)
         except (OSError, lmdb.Error, Damage) as error:
             raise ConfigError(
                 self._no_room() if is_full(error) else f"cannot use {self.path} as a KV store: {error}"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+from chunkattn.addresses import is_loopback
 from chunkattn.errors import ConfigError
-from chunkattn.server.names import is_loopback
 from chunkattn.server.options import ServerConfig
 
 logger = logging.getLogger(__name__)
