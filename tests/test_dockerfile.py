@@ -17,6 +17,7 @@ from chunkattn.cli import app
 from chunkattn.config import EngineConfig
 from chunkattn.remote.group_secret import VARIABLE
 from chunkattn.server.options import ServerConfig
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
@@ -72,7 +73,7 @@ def test_the_health_check(status, code):
         thread = threading.Thread(target=server.serve_forever, daemon=True)
         thread.start()
         command = [sys.executable, *(text.replace(*values("EXPOSE"), str(server.server_port)) for text in arguments)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
         server.shutdown()
         thread.join()
     assert done.returncode == code, done.stderr

@@ -26,6 +26,7 @@ from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.server.middleware import HttpMetrics
 from chunkattn.server.options import ServerConfig
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent
 _SPEC = spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
@@ -241,7 +242,7 @@ def test_every_page_is_in_the_navigation():
 def test_the_site_builds(tmp_path):
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"]
     variables = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     pages = [page.read_text(encoding="utf-8") for page in (tmp_path / "site").rglob("*.html")]
     assert len(pages) > len(DOCS)

@@ -18,6 +18,7 @@ from ml_dtypes import bfloat16
 from chunkattn.cache.disk.store import SEGMENT, KVStore, entry_key, model_tag
 from chunkattn.cache.disk.writer import StoreWriter
 from chunkattn.errors import ConfigError
+from tests.patience import PATIENCE_S
 from tests.store_writer import contents, like, name, same
 
 ROOT = Path(__file__).parents[2]
@@ -542,7 +543,7 @@ def test_a_full_queue_drops(store):
     writer.close(0.05)
     assert writer.dropped == 3
     hold.set()
-    writer._thread.join(10)
+    writer._thread.join(PATIENCE_S)
     assert not writer._thread.is_alive()
     assert (check(store), writer.written) == (1, 1)
 
@@ -566,6 +567,6 @@ def test_an_unclosed_writer_does_not_hold_up_the_exit(tmp_path):
         "writer = StoreWriter(KVStore(sys.argv[1], max_bytes=16 << 20))\n"
         "for n in range(20): writer.submit(name(n), lambda n=n: contents(name(n)), tokens=n, kind='chunk')"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, cwd=ROOT, timeout=PATIENCE_S)
     with KVStore(tmp_path, max_bytes=16 * MIB) as store:
         assert check(store) == 20

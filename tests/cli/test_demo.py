@@ -12,6 +12,7 @@ from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, SamplingParams
 from chunkattn.cli import app
 from chunkattn.cli.prompts import DEMO_DOCUMENTS, DEMO_QUERY, DEMO_QUESTIONS
 from chunkattn.models.loader import DEMO_FOLDER
+from tests.patience import PATIENCE_S
 from training.evaluate import evaluate
 from training.world import RELATIONS, World, is_held_out
 
@@ -220,7 +221,7 @@ def test_examples_run():
     for example in sorted(
         {*(ROOT / "examples").glob("*.py")} - {ROOT / "examples" / "real_model.py"}
     ):  # test_real_model.py runs that
-        done = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False, timeout=300)
+        done = subprocess.run([sys.executable, example], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
         assert done.returncode == 0, f"{example.name}: {done.stderr}"
 
 

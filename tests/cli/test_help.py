@@ -19,6 +19,7 @@ from chunkattn.cli import app
 from chunkattn.config import EngineConfig
 from chunkattn.options import descriptions, options_of
 from chunkattn.server.options import ServerConfig
+from tests.patience import PATIENCE_S
 
 
 def commands(command=None, *names) -> Iterator:
@@ -69,7 +70,7 @@ def test_help_names_the_panels_of_serve(capsys):
 def test_help_without_a_terminal():
     variables = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     command = [sys.executable, "-m", "chunkattn", "serve", "--help"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=variables, timeout=120)
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=variables, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (0, "")
     check(ALL["serve",], done.stdout, 80)
 

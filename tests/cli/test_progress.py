@@ -17,6 +17,7 @@ from chunkattn.cli import progress
 from chunkattn.cli.common import log_to_stderr
 from chunkattn.cli.progress import Rounds, timed
 from chunkattn.engine.programs import ProgramCounts
+from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 AT_ONCE = {"decide_eval_data", "fuzz_cache", "gpu_aot", "mutants", "random_model", "serve_attacks", "tpu_aot"}
@@ -78,14 +79,21 @@ sys.modules["torch"] = None
 )
 def test_transformers_does_not_advise_to_install_pytorch(code):
     done = subprocess.run(
-        [sys.executable, "-c", f"{WITHOUT_TORCH}\n{code}"], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True
+        [sys.executable, "-c", f"{WITHOUT_TORCH}\n{code}"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert ("PyTorch was not found" in done.stdout + done.stderr) == (code == "import transformers")
 
 
 def test_other_lines_of_transformers_stay():
     code = "import chunkattn, transformers; transformers.logging.get_logger('transformers').warning('something else')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S, check=True
+    )
     assert "something else" in done.stderr
 
 

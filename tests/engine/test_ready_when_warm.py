@@ -12,6 +12,7 @@ from chunkattn.server import run
 from chunkattn.server.app import create_app
 from chunkattn.server.listening import listen
 from chunkattn.server.options import ServerConfig
+from tests.patience import PATIENCE_S
 
 pytest_plugins = ["tests.told_engine"]
 
@@ -64,7 +65,7 @@ def test_the_line_comes_when_the_server_is_ready_in_this_sense(llm, monkeypatch,
         serving = asyncio.create_task(run._serve(llm, config, listening))
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         shown = ""
-        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
             while not opened or (await http.get("/livez")).status_code != 200:
                 await asyncio.sleep(0.01)
             llm.client.warmup = (1, 2)

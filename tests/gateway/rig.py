@@ -17,6 +17,7 @@ from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.server.options import ServerConfig
 from tests.http_rig import listening
+from tests.patience import PATIENCE_S
 
 CHAT = "/v1/chat/completions"
 COMPLETE = "/v1/completions"
@@ -262,7 +263,7 @@ async def rig(*replicas, urls=None, server=None, transport=None, wait=True, **op
 
 def client(port):
     """Return a client of a port of this machine."""
-    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False, trust_env=False)
+    return httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S, verify=False, trust_env=False)
 
 
 def events(text):

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from chunkattn.cli import app
 from tests.gateway.rig import COMPLETE, Replica, ask, events, run
+from tests.patience import PATIENCE_S
 from tests.server_helpers import SMALL, ServerProcess
 
 
@@ -38,7 +39,7 @@ def test_a_drain_ends_running_requests_and_refuses_new_ones(tmp_path):
         route = await asyncio.to_thread(Route, a.url, "--report-period-s=0.05", f"--api-key-file={file}", "--log-format=json")
         try:
             headers = {"authorization": "Bearer one"}
-            async with httpx.AsyncClient(base_url=route.url, timeout=60, headers=headers) as http:
+            async with httpx.AsyncClient(base_url=route.url, timeout=PATIENCE_S, headers=headers) as http:
                 async with asyncio.timeout(30):
                     while (await http.get("/health")).status_code != 200:
                         await asyncio.sleep(0.02)
@@ -138,11 +139,13 @@ def test_restarts_and_deaths_of_two_servers():
         urls = [server.url for server in servers]
         route = Route(*urls, "--report-period-s=2", "--policy=round_robin")
         try:
-            async with httpx.AsyncClient(base_url=servers[0].url, timeout=120) as http:
+            async with httpx.AsyncClient(base_url=servers[0].url, timeout=PATIENCE_S) as http:
                 plain = [await http.post(COMPLETE, json=body(number, stream=False)) for number in range(24)]
                 expected = [ended(answer, stream=False)[0] for answer in plain]
                 assert len(set(expected)) == 24
-            async with httpx.AsyncClient(base_url=route.url, timeout=120, limits=httpx.Limits(max_connections=16)) as http:
+            async with httpx.AsyncClient(
+                base_url=route.url, timeout=PATIENCE_S, limits=httpx.Limits(max_connections=16)
+            ) as http:
 
                 async def ready():
                     told = (await http.get("/health")).json()["replicas"]

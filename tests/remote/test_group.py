@@ -21,6 +21,7 @@ from chunkattn.remote.group_messages import End
 from chunkattn.remote.group_secret import VARIABLE
 from chunkattn.remote.messages import Checkpoint, Ended, Failed, encode
 from chunkattn.remote.other_host import OtherHost
+from tests.patience import PATIENCE_S
 
 HOSTS = {"num_hosts": 2, "tensor_parallel_size": 2}
 
@@ -101,7 +102,7 @@ def test_hosts_join_in_any_order_and_notice_an_end(context, started, port, monke
     time.sleep(0.3)
     first = FirstHost(context, *of(0, port))
     first.gather()
-    joining.join(10)
+    joining.join(PATIENCE_S)
     assert sorted(started) == [(0, started[0][1]), (1, started[0][1])]
     assert first.lost() is None
     assert other.lost() is None
@@ -148,7 +149,7 @@ def test_a_closed_connection_shows(context, started, port, dies):
     first, other = FirstHost(contexts["first"], *of(0, port)), OtherHost(contexts["other"], *of(1, port))
     joining = in_thread(other.join)
     first.gather()
-    joining.join(10)
+    joining.join(PATIENCE_S)
     left = other if dies == "first" else first
     contexts[dies].destroy(linger=0)
     until = time.monotonic() + 5

@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from chunkattn import Choice, Predicate, Rating
+from tests.patience import PATIENCE_S
 from tests.server_helpers import ServerProcess, is_idle, wait_until
 
 DECISIONS, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
@@ -122,7 +123,7 @@ def test_company_order_and_cache_change_no_bit(demo_server, http):
         assert ask([question])[0] == {question["name"]: expected[question["name"]]}
 
     async def at_once():
-        async with httpx.AsyncClient(base_url=demo_server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=demo_server.url, timeout=PATIENCE_S) as client:
             bodies = [{"input": STATE, "questions": [own], "cache_salt": next(salts)} for own in QUESTIONS]
             bodies += [{"input": f"{n} {STATE}", "questions": others} for n in range(2)]
             generated = {"prompt": STATE, "max_tokens": 20, "ignore_eos": True}
@@ -222,7 +223,7 @@ def leave(server, http):
     before, content, url = computed(), json.dumps(body).encode(), httpx.URL(server.url)
     head = f"POST {DECISIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(content)}\r\n"
     head += "Content-Type: application/json\r\n\r\n"
-    with socket.create_connection((url.host, url.port), timeout=30) as connection:
+    with socket.create_connection((url.host, url.port), timeout=PATIENCE_S) as connection:
         connection.sendall(head.encode() + content)
         wait_until(lambda: computed() > before)
     wait_until(lambda: is_idle(http))

@@ -16,6 +16,7 @@ from chunkattn.server.app import create_app
 from chunkattn.server.errors import ErrorResponse
 from chunkattn.server.middleware import OPEN_PATHS
 from chunkattn.server.options import ServerConfig
+from tests.patience import PATIENCE_S
 from tests.server_helpers import ServerProcess
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
@@ -64,7 +65,7 @@ def test_answers_are_as_described(server, operation):
     @EXAMPLES
     @given(case=operation.as_strategy())
     def check(case):
-        response = case.call(base_url=server.url, timeout=120)  # a program may have to be compiled
+        response = case.call(base_url=server.url, timeout=PATIENCE_S)  # a program may have to be compiled
         case.validate_response(response, checks=CHECKS)
         # A stream has told its status when a step fails.
         assert b'"code": "internal_error"' not in response.content
@@ -85,7 +86,7 @@ def test_one_odd_field_in_a_sound_body(server, path):
         given_fields = case.body if isinstance(case.body, dict) else {}
         odd = data.draw(strategies.sets(strategies.sampled_from(sorted({*given_fields} - {"model"}) or ["user"]), max_size=2))
         case.body = {**SOUND[path], **{name: given_fields.get(name) for name in odd}}
-        response = case.call(base_url=server.url, timeout=120)
+        response = case.call(base_url=server.url, timeout=PATIENCE_S)
         case.validate_response(response, checks=CHECKS)
         assert b'"code": "internal_error"' not in response.content
         answered.add(response.status_code)

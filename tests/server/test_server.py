@@ -22,6 +22,7 @@ from typer.testing import CliRunner
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.cli import app
 from chunkattn.server.texts import TokenTexts
+from tests.patience import PATIENCE_S
 from tests.server_helpers import CACHE, is_idle, wait_until
 
 PROMPT = "Read the notes. # # Ana lives in Oslo. # # Ben lives in Rome. # # Where does Ana live? Answer:"
@@ -453,7 +454,7 @@ def test_a_large_body_without_a_length(http):
 )
 def test_endless_heads(server, sent):
     url = httpx.URL(server.url)
-    with socket.create_connection((url.host, url.port), timeout=20) as connection:
+    with socket.create_connection((url.host, url.port), timeout=PATIENCE_S) as connection:
         with suppress(ConnectionError):  # it may hang up while we send
             connection.sendall(sent)
         with suppress(ConnectionError):
@@ -546,7 +547,7 @@ EXAMPLES = sorted(path for path in (ROOT / "examples" / "server").iterdir() if p
 def test_examples_run(server, example):
     assert example.suffix != ".sh" or shutil.which("curl"), "install curl"
     command = [RUNNERS[example.suffix], example, server.url]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "Pegelu" in done.stdout
 
@@ -560,7 +561,7 @@ def test_documented_calls(server, page):
     assert calls
     for call in calls:
         command = call.replace("localhost:8000", server.url)
-        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
         assert "error" not in json.loads(done.stdout), done.stdout
 
 

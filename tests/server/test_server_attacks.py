@@ -25,6 +25,7 @@ from chunkattn.server.http import BoundedHttp, ConnectionLimits
 from chunkattn.server.keys import Caller
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
+from tests.patience import PATIENCE_S
 from tests.server_helpers import wait_until
 
 pytest_plugins = ["tests.told_engine"]
@@ -166,7 +167,7 @@ def serving(app, **options):
             yield listening.getsockname()
         finally:
             server.should_exit = server.force_exit = True
-            thread.join(60)
+            thread.join(PATIENCE_S)
 
 
 def answering(seen, size=2, seconds=0.0):
@@ -207,7 +208,7 @@ POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9999\r\n\r\n"
 def test_slow_senders_are_cut_off(sent):
     with (
         serving(answering([]), header_timeout_s=0.5, body_timeout_s=0.5) as address,
-        socket.create_connection(address, timeout=30) as connection,
+        socket.create_connection(address, timeout=PATIENCE_S) as connection,
     ):
         connection.sendall(sent)
         answer = read_all(connection)
@@ -218,7 +219,7 @@ def test_slow_senders_are_cut_off(sent):
 def test_an_empty_line_keeps_no_connection():
     with (
         serving(answering([]), header_timeout_s=0.5) as address,
-        socket.create_connection(address, timeout=30) as connection,
+        socket.create_connection(address, timeout=PATIENCE_S) as connection,
     ):
         connection.sendall(GET)
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
@@ -230,7 +231,7 @@ def test_a_client_that_stops_reading_is_cut_off():
     seen = []
     with (
         serving(answering(seen, 64 << 20), write_timeout_s=0.5) as address,
-        socket.create_connection(address, timeout=30) as connection,
+        socket.create_connection(address, timeout=PATIENCE_S) as connection,
     ):
         connection.sendall(GET)
         time.sleep(2)
@@ -239,12 +240,12 @@ def test_a_client_that_stops_reading_is_cut_off():
 
 def test_connections_are_limited(caplog):
     with serving(answering([]), max_connections=2) as address:
-        kept = [socket.create_connection(address, timeout=30) for _ in range(2)]
+        kept = [socket.create_connection(address, timeout=PATIENCE_S) for _ in range(2)]
         for connection in kept:
             connection.sendall(GET)
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
         for _ in range(3):
-            with socket.create_connection(address, timeout=30) as over:
+            with socket.create_connection(address, timeout=PATIENCE_S) as over:
                 assert read_all(over).startswith(b"HTTP/1.1 503")
         for connection in kept:
             connection.close()
@@ -253,7 +254,7 @@ def test_connections_are_limited(caplog):
 
 
 def asked(address):
-    with socket.create_connection(address, timeout=30) as connection:
+    with socket.create_connection(address, timeout=PATIENCE_S) as connection:
         connection.sendall(GET)
         return connection.recv(1 << 16)
 
@@ -263,7 +264,7 @@ def test_who_sends_no_more_gets_the_answer(leaves):
     """And who has left takes the work along: both begin with the same packet."""
     seen = []
     with serving(answering(seen, seconds=20.0 if leaves else 1.0)) as address:
-        connection = socket.create_connection(address, timeout=30)
+        connection = socket.create_connection(address, timeout=PATIENCE_S)
         connection.sendall(GET)
         time.sleep(0.2)
         if leaves:

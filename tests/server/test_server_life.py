@@ -23,6 +23,7 @@ from chunkattn.server.errors import ApiError
 from chunkattn.server.middleware import OPEN_PATHS
 from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import unless_gone
+from tests.patience import PATIENCE_S
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 pytest_plugins = ["tests.async_faults"]
@@ -165,7 +166,7 @@ def test_a_failed_step_is_told_by_an_id(server, fault):
         wait_until(lambda: runs(http, 4))
         fault.write_text("raise always")  # once would fail nobody: each request passes when it runs again alone
         for future in answers:
-            answer = future.result(timeout=60)
+            answer = future.result(timeout=PATIENCE_S)
             assert "internal_error" in answer.text
             assert answer.headers["x-request-id"] in answer.text
             assert "injected" not in answer.text
@@ -189,7 +190,7 @@ def test_a_server_outlives_its_engine(server, fault, number):
             refused = http.post("/v1/completions", json=ASKED)
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "server_degraded")
             for future in answers:
-                answer = future.result(timeout=60)
+                answer = future.result(timeout=PATIENCE_S)
                 assert "engine_not_ready" in answer.text
                 if answer.status_code == 200:
                     assert answer.text.endswith("data: [DONE]\n\n")
@@ -246,10 +247,10 @@ def test_the_first_signal_drains(fault):
         answer = http.post("/v1/completions", json=ASKED)
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_draining")
     fault.unlink()
-    reader.join(60)
+    reader.join(PATIENCE_S)
     assert found[-2] == "data: [DONE]"
     assert '"finish_reason": "length"' in "".join(found)
-    assert server.process.wait(15) == 0
+    assert server.process.wait(PATIENCE_S) == 0
 
 
 @pytest.mark.ci
@@ -264,9 +265,9 @@ def test_the_second_signal_stops(fault):
         server.signal()
         server.wait_for("draining", 60)
         server.signal()
-        assert server.process.wait(60) == 0
+        assert server.process.wait(PATIENCE_S) == 0
         with pytest.raises(httpx.HTTPError):
-            running.result(timeout=60).raise_for_status()
+            running.result(timeout=PATIENCE_S).raise_for_status()
 
 
 def test_options_come_from_everywhere(tmp_path, monkeypatch):
@@ -299,7 +300,7 @@ def test_options_come_from_everywhere(tmp_path, monkeypatch):
 def test_a_server_that_cannot_start_says_why(arguments, message):
     command = [sys.executable, "-m", "chunkattn", "serve", *(["--port=0"] * ("--port" not in arguments)), *arguments]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, timeout=60, env=os.environ | {"JAX_PLATFORMS": "cpu"}
+        command, capture_output=True, text=True, check=False, timeout=PATIENCE_S, env=os.environ | {"JAX_PLATFORMS": "cpu"}
     )
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]

@@ -10,6 +10,7 @@ from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
 from chunkattn.calls.decide_states import read_state
+from tests.patience import PATIENCE_S
 from tests.server.browser.page import BARS
 
 pytestmark = pytest.mark.browser
@@ -39,7 +40,9 @@ def decided(page, asked):
     ended = lambda: page.get("decide").get_attribute("aria-disabled") is None  # noqa: E731
     page.wait(lambda: len(page.sent("/v1/decisions")) == asked + 1 and ended())
     body = page.sent("/v1/decisions")[-1]
-    with httpx.Client(base_url=page.url, timeout=60) as http:  # under a salt of its own, so that neither helps the other
+    with httpx.Client(
+        base_url=page.url, timeout=PATIENCE_S
+    ) as http:  # under a salt of its own, so that neither helps the other
         told = http.post("/v1/decisions", json={**body, "cache_salt": "apart"}).json()
     assert page.get("decide-status").text.startswith(f"{len(body['questions'])} question")
     assert len(page.find("asked")) == len(body["questions"]) == len(told["answers"])
