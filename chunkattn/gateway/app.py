@@ -22,6 +22,7 @@ from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
 from chunkattn.routing.document_records import DocumentRecords
+from chunkattn.routing.keys import RERANK_PATHS
 from chunkattn.routing.policy import POLICIES
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.cors import cors_options
@@ -39,11 +40,8 @@ _KNOWN = (
     "/v1/chat/completions",
     "/v1/score",
     "/score",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/reranking",
-    "/reranking",
+    "/generative_scoring",
+    *RERANK_PATHS,
     "/v1/cache/forget",
     "/v1/decisions",
     "/v1/systemone",

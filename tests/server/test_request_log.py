@@ -22,12 +22,15 @@ from chunkattn.engine.messages import (
     StepRates,
     TokenOutput,
 )
+from chunkattn.gateway import app as gateway
 from chunkattn.logs import JsonFormatter
 from chunkattn.remote import messages as wire
 from chunkattn.request_record import PARTS, CallRecord, RequestRecord, RequestSummary
+from chunkattn.routing.keys import RERANK_PATHS
 from chunkattn.server import tracing
 from chunkattn.server.app import create_app
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.routes import scoring
 
 pytest_plugins = ["tests.told_engine"]
 
@@ -328,6 +331,13 @@ def test_a_request_has_a_span_with_its_parts(exchange, spans):
     assert [part.name for part in parts] == ["prepare", "queue", "prompt"]
     for before, part in pairwise(parts):
         assert before.ended == part.began
+
+
+def test_every_path_of_the_engine_has_an_operation_and_a_label_at_the_gateway():
+    paths = {route.path for route in scoring.router.routes if route.name == "rerank"}
+    assert paths == {*RERANK_PATHS}
+    assert {tracing._OPERATIONS.get(path) for path in paths} == {"rerank"}
+    assert tracing._OPERATIONS.keys() <= {*gateway._KNOWN}
 
 
 def test_a_failed_request_has_a_failed_span(exchange, spans):
