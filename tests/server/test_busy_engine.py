@@ -125,7 +125,8 @@ def test_probes_say_that_the_engine_does_not_answer(llm, blocked, beat, silence,
             assert "unresponsive_after_s is 5" in answer.json()["reason"]
         assert (await client.get("/livez")).status_code == 200
         report = (await client.get("/v1/cache/report")).json()
-        assert report["ready"] == (status == "ready")
+        assert report["ready"], "it takes requests meanwhile"
+        assert report["responsive"] == (status == "ready")
 
     serve(llm, case, report_documents=True)
 
