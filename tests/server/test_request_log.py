@@ -30,6 +30,7 @@ from chunkattn.routing.keys import RERANK_PATHS
 from chunkattn.server import tracing
 from chunkattn.server.app import create_app
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.request_log import fields_of
 from chunkattn.server.routes import scoring
 
 pytest_plugins = ["tests.told_engine"]
@@ -52,7 +53,7 @@ BODIES = {
     "/generative_scoring": {"query": "Find.", "items": ["Cy.", "Di."], "label_token_ids": [5, 6]},
     RERANK: {"query": "Where?", "documents": ["Ana lives.", "Bo."]},
     "/v1/decisions": {"input": "Ana lives.", "questions": [ASKED]},
-    "/v1/systemone": {"state": "Ana lives.", "questions": {"a": {"type": "noul", "instructions": "Is it Ana?"}}},
+    "/v1/systemone": {"state": "Bo lives.", "questions": {"a": {"type": "noul", "instructions": "Is it Ana?"}}},
     CACHE: {"prefix": "Read.", "documents": ["Ana lives in Oslo."]},
 }
 
@@ -232,6 +233,47 @@ def summary(**given):
 def test_the_slowest_part(given, seconds, part):
     assert summary(**given).slowest(seconds) == part
     assert part in PARTS
+
+
+@pytest.mark.parametrize(
+    ("upload_s", "route", "part"),
+    [
+        (0.1, {}, "answer"),
+        (3.0, {}, "prepare"),
+        (3.0, {"wait_s": 0.5, "tries": 1}, "prepare"),
+        (0.1, {"wait_s": 3.0, "tries": 1}, "wait"),
+        (0.1, {"wait_s": 3.0}, "wait"),
+        (0.1, {"wait_s": 1.0, "tries": 2}, "replica"),
+    ],
+)
+def test_the_slowest_part_without_an_engine(upload_s, route, part):
+    record = RequestRecord(0.0)
+    record.upload_s, record.route = upload_s, route
+    fields = fields_of(record, None, 4.0, 1.0)
+    assert fields["slow"] == part
+    assert part in PARTS
+    assert fields.get("prepare_s") == (upload_s if route else None)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "cut"])
+def test_a_slow_upload_is_the_slowest_part(llm, caplog, whole):
+    async def parts():
+        yield b'{"prompt": '
+        await asyncio.sleep(0.2)
+        yield b"7" if whole else b""
+        if not whole:
+            await asyncio.sleep(1000)
+
+    async def once():
+        config = ServerConfig(slow_request_s=0.01, request_timeout_s=0.3)
+        transport = httpx.ASGITransport(create_app(llm, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            await client.post(COMPLETION, content=parts(), headers={"Content-Type": "application/json"})
+
+    caplog.set_level("INFO", "chunkattn.server.access")
+    asyncio.run(once())
+    line = [record for record in caplog.records if record.name == "chunkattn.server.access"][-1]
+    assert line.request["slow"] == "prepare"
 
 
 def test_stages_add_up_and_requests_of_one_stage_wait_together():
