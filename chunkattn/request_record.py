@@ -144,12 +144,14 @@ class RequestRecord:
     Attributes:
         began: time of the request.
         model: name of the model that serves the request; None before it is checked.
-        route: how a gateway chose the replica: names and values for the log; empty elsewhere.
+        upload_s: seconds from the request to the end of its body, or to its last part so far.
+        route: how a gateway chose the replica, and how long it waited for one: names and values for the log; empty elsewhere.
     """
 
     def __init__(self, began: float) -> None:
         self.began = began
         self.model: str | None = None
+        self.upload_s = 0.0
         self.route: dict[str, Any] = {}
         self._calls: list[CallRecord] = []
         self._usage: tuple[int, int, int] | None = None
@@ -261,8 +263,9 @@ PARTS = {
     "compile": "a compilation, of a program that this request or another one needs, or of the warm-up",
     "prompt": "computing the prompt, or the items of scores, which includes waiting for turns between other requests",
     "generate": "generating tokens",
-    "answer": "writing the answer, and a client that reads slowly; of requests without the engine, all of it",
+    "answer": "writing the answer, and a client that reads slowly; of requests without the engine, all but the body",
     "engine": "the engine, which had not answered when the client left or the request failed",
+    "wait": "a gateway's wait for a replica that takes requests, pauses between tries included",
     "replica": "the replica, which has a line of its own",
 }
 """Parts of a request that can take the most time, and what each is."""

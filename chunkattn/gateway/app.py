@@ -16,12 +16,13 @@ from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.forget import FORGET, forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.gateway.relay import Relay
+from chunkattn.gateway.relay import CutError, Relay
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
 from chunkattn.routing.document_records import DocumentRecords
+from chunkattn.routing.keys import RERANK_PATHS
 from chunkattn.routing.policy import POLICIES
 from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.cors import cors_options
@@ -39,11 +40,8 @@ _KNOWN = (
     "/v1/chat/completions",
     "/v1/score",
     "/score",
-    "/v1/rerank",
-    "/v2/rerank",
-    "/rerank",
-    "/v1/reranking",
-    "/reranking",
+    "/generative_scoring",
+    *RERANK_PATHS,
     "/v1/cache/forget",
     "/v1/decisions",
     "/v1/systemone",
@@ -200,14 +198,18 @@ class Gateway:
                 return
             await self._relay(scope, receive, send)
         except ApiError as error:
-            if error.status == 499 or type(error) is not ApiError:
+            if error.status == 499 or isinstance(error, CutError):
                 raise
             await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
     async def _health(self) -> Response:
         """Return 200 if a replica takes requests, with the state of each."""
         listed = {
-            name: {"ready": state.is_ready, "generation": None if state.report is None else state.report.generation}
+            name: {
+                "ready": state.is_ready,
+                "responsive": state.is_responsive,
+                "generation": None if state.report is None else state.report.generation,
+            }
             for name, state in self.watch.states.items()
         }
         ready = any(state["ready"] for state in listed.values())
@@ -216,7 +218,7 @@ class Gateway:
 
     async def _show_metrics(self) -> Response:
         """Return the gateway's metrics and those of every replica, with a label for each."""
-        texts = await self._replica_metrics.read(self.watch.ready())
+        texts = await self._replica_metrics.read([name for name, state in self.watch.states.items() if not state.down])
         for gauge in (self.metrics.ready, self.metrics.queued, self.metrics.pieces):
             gauge.clear()  # of replicas that have left
         for name, state in self.watch.states.items():

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chunkattn.routing.document_records import DocumentRecord
+from chunkattn.routing.keys import RERANK_PATHS
 from chunkattn.server.errors import ApiError
 
 _CHUNKS = ("/v1/completions", "/inspect")
 _DOCUMENTS = ("/v1/chat/completions", "/v1/decisions", "/v1/systemone")
 _PAIRS = ("/v1/score", "/score")
-_RANKED = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking")
 _MAX_ID_CHARS = 128
 
 Find = Callable[[str], DocumentRecord | None]
@@ -51,7 +51,7 @@ def with_texts(path: str, body: Mapping[str, Any], find: Find) -> Mapping[str, A
         return body if documents is None else {**body, "chunks": {**chunks, "documents": documents}}
     if path.endswith(_DOCUMENTS):
         make = _content
-    elif path.endswith(_RANKED):
+    elif path.endswith(RERANK_PATHS):
         fields = body.get("rank_fields")
         if isinstance(fields, list) and "id" in fields:
             return body

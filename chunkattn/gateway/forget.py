@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope
@@ -12,6 +12,7 @@ from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
 from chunkattn.gateway.relay import outgoing_headers
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import is_passing, retried
+from chunkattn.gateway.time_limit import TimeLimitError, time_limit
 from chunkattn.routing.keys import keys_of
 from chunkattn.routing.policy import Policy
 from chunkattn.server.errors import ApiError
@@ -38,11 +39,12 @@ async def forget(
         replicas: connection to the replicas.
         policy: policy whose record drops the documents.
         max_body_bytes: limit on the bytes of its body.
-        timeout_s: time limit in seconds.
+        timeout_s: time limit of the body, and of all replicas together, in seconds.
         patience_s: time in seconds for which a replica that starts or stops is asked again. One that leaves has forgotten.
 
     Raises:
-        ApiError: a replica has refused the request, or 503 with the names of those that cannot be reached.
+        ApiError: a replica has refused the request, the client has left, or 503 with the names of the replicas that cannot be
+            reached or have not answered in time.
     """
     body = await read_body(scope, receive, max_body_bytes, timeout_s)
     request = Outgoing(scope["method"], FORGET, scope.get("query_string", b""), outgoing_headers(scope), body)
@@ -50,8 +52,11 @@ async def forget(
     async def known() -> list[str]:
         return list(replicas.names())
 
-    async def tell(name: str) -> tuple[int, bytes] | None:
-        return await retried(lambda: tell_once(name), lambda answer: is_told(name, answer), patience_s)
+    answers: dict[str, tuple[int, bytes] | None] = {}
+
+    async def tell(name: str) -> None:
+        answers[name] = None
+        answers[name] = await retried(lambda: tell_once(name), lambda answer: is_told(name, answer), patience_s)
 
     def is_told(name: str, answer: tuple[int, bytes] | None) -> bool:
         if answer is None:
@@ -60,14 +65,15 @@ async def forget(
 
     async def tell_once(name: str) -> tuple[int, bytes] | None:
         try:
-            async with asyncio.timeout(timeout_s), aclosing(replicas.send(name, request)) as messages:  # type: ignore[type-var]
+            async with aclosing(replicas.send(name, request)) as messages:  # type: ignore[type-var]
                 start = await anext(messages)
                 return start["status"], b"".join([message.get("body", b"") async for message in messages])
-        except (ReplicaGoneError, TimeoutError, StopAsyncIteration):
+        except (ReplicaGoneError, StopAsyncIteration):
             return None
 
-    names = await retried(known, bool, patience_s)
-    answers = dict(zip(names, await asyncio.gather(*map(tell, names)), strict=True))
+    with suppress(TimeLimitError):  # then the replicas that have not answered are named
+        async with time_limit(receive, timeout_s):
+            await asyncio.gather(*map(tell, await retried(known, bool, patience_s)))
     given = decoded_json(expanded_body(body, scope["headers"], max_body_bytes))
     authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
     if isinstance(given, dict):

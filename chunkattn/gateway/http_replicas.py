@@ -30,6 +30,8 @@ _MOST_REPORT = 16 << 20
 """Bytes of a report or of metrics that the gateway reads at most."""
 _KEEP_ALIVE_S = 4.0
 """Time in seconds after which an idle connection is closed, before uvicorn closes it by default: 5 s."""
+_IDLE_CLOSE_S = 1.0
+"""Time in seconds up to which a broken connection counts as one that the replica had closed while it was idle."""
 _LONGEST_HEAD = 1 << 16
 """Bytes of one header of an answer."""
 _ERRORS = (aiohttp.ClientError, OSError, asyncio.IncompleteReadError, EOFError)
@@ -224,12 +226,13 @@ class HttpReplicas:
         url = URL(self._names[name] + request.path + query.decode("latin-1"), encoded=True)
         headers: CIMultiDict[str] = CIMultiDict((k.decode("latin-1"), v.decode("latin-1")) for k, v in request.headers)
         for last in (False, True):
+            began = time.monotonic()
             try:
                 return await self._session.request(
                     request.method, url, data=request.body or None, headers=headers, allow_redirects=False
                 )
             except (aiohttp.ServerDisconnectedError, ConnectionResetError):
-                if last:
+                if last or time.monotonic() - began > _IDLE_CLOSE_S:  # later, the replica may have died of the request
                     raise
         raise AssertionError
 
@@ -269,9 +272,10 @@ class HttpReplicas:
     async def _plain_report(self, name: str) -> Report:
         """Return the state of a replica that has no `/v1/cache/report`. Its metrics are read when it appears, and each 30 s."""
         status, body = await self._get(name, "/health")
-        generation = ""
+        generation, unresponsive = "", False
         with suppress(msgspec.DecodeError, TypeError, AttributeError):
             told = msgspec.json.decode(body)
+            unresponsive = told.get("status") == "unresponsive"
             generation = f"{told.get('started', '')} {told.get('engine_restarts', '')}"
         started, capacity, until = self._plain.get(name, ("", None, 0.0))
         if status == 200 and time.monotonic() > until:
@@ -279,7 +283,7 @@ class HttpReplicas:
             if found == 200:
                 started, capacity = _read_metrics(text.decode("utf-8", "replace"))
             self._plain[name] = started, capacity, time.monotonic() + _METRICS_S
-        return Report(f"{generation} {started}", status == 200, capacity)
+        return Report(f"{generation} {started}", status == 200 or unresponsive, capacity, responsive=not unresponsive)
 
     async def metrics(self, name: str) -> str:
         """Return the metrics of a replica in Prometheus's text format.
@@ -387,7 +391,8 @@ def _read_report(body: bytes) -> tuple[Report, int]:
         held = None if told.get("held") is None else {int(key): int(size) for key, size in told["held"]}
         gone = frozenset(int(key) for key in told.get("gone") or ())
         capacity = None if told.get("capacity") is None else int(told["capacity"])
-        report = Report(str(told["generation"]), bool(told["ready"]), capacity, held, gone, float(told.get("age_s", 0.0)))
+        ready, responsive, age_s = bool(told["ready"]), bool(told.get("responsive", True)), float(told.get("age_s", 0.0))
+        report = Report(str(told["generation"]), ready, capacity, held, gone, age_s, responsive)
         return report, int(told.get("version", 0))
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from contextlib import aclosing
+from collections.abc import Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,8 +16,9 @@ from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.replicas import BadStatusError, NotSentError, Outgoing, ReplicaGoneError, Replicas
-from chunkattn.gateway.retries import NOT_BEGUN, error_code
+from chunkattn.gateway.retries import NOT_BEGUN, error_code, pause_s
 from chunkattn.gateway.text_measure import TextMeasure
+from chunkattn.gateway.time_limit import ClientLeftError, TimeLimitError, time_limit
 from chunkattn.gateway.watch import Watch
 from chunkattn.request_record import RECORD
 from chunkattn.routing.keys import Keys, keys_of
@@ -62,6 +63,21 @@ class _Answering:
     is_stream: bool = False
     end: bytes = b""
     complete: bool = False
+
+
+@dataclass
+class _Tried:
+    """Tries of one replica by one request.
+
+    Attributes:
+        at: end of the last try, in seconds of the monotonic clock.
+        count: number of tries.
+        begun: whether the replica may have begun with the request, so the request may be what ended it.
+    """
+
+    at: float = 0.0
+    count: int = 0
+    begun: bool = False
 
 
 class CutError(ApiError):
@@ -109,30 +125,15 @@ class Relay:
             ApiError: the request is refused, no replica has answered, or an answer ended early.
         """
         body = await read_body(scope, receive, self._most, self._timeout_s)
-        progress, left = _Answering(), False
-
-        async def watch_client() -> None:
-            nonlocal left
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            left = True
-            limit.reschedule(0)  # ends the request without a task of its own for it
-
+        progress = _Answering()
         try:
-            async with asyncio.timeout(self._timeout_s) as limit:
-                leaving = asyncio.create_task(watch_client())
-                try:
-                    request, keys = self._read(scope, body)
-                    await self._relay(request, keys, send, progress)
-                finally:
-                    leaving.cancel()
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            if left:
-                return
-            text = f"the request took longer than request_timeout_s {self._timeout_s:g} of the gateway"
-            await _end(progress, ApiError(504, text, code="timeout"), send)
+            async with time_limit(receive, self._timeout_s):
+                request, keys = self._read(scope, body)
+                await self._relay(request, keys, send, progress)
+        except ClientLeftError:
+            return
+        except TimeLimitError as error:
+            await _end(progress, error, send)
 
     def _read(self, scope: Scope, body: bytes) -> tuple[Outgoing, Keys]:
         """Return the request to a replica, and its routing keys.
@@ -174,13 +175,13 @@ class Relay:
         Raises:
             ApiError: no replica has answered, or an answer ended early.
         """
-        tried, refusal, reason = dict[str, float](), None, "no replica takes requests"
+        tried, refusal, reason = dict[str, _Tried](), None, "no replica takes requests"
         bad_status: BadStatusError | None = None
         left_s, left = self._options.replica_wait_s, self._options.max_tries
         while left:
             names = self._candidates(tried)
             may_wait = bad_status is None and (refusal is None or refusal[0]["status"] == 503)
-            if not names and may_wait and left_s > 0:
+            if not names and may_wait and left_s > 0 and self._may_come(tried):
                 began = time.monotonic()
                 names = await self._wait(tried, left_s)
                 left_s -= time.monotonic() - began
@@ -189,7 +190,13 @@ class Relay:
             began = time.perf_counter()
             name = self._policy.rank(keys, names)[0]
             self._metrics.decision.observe(time.perf_counter() - began)
-            others = left > 1 and len(names) > 1
+            now = tried.setdefault(name, _Tried())
+            if now.count:
+                began = time.monotonic()
+                await self._pause(min(pause_s(now.count - 1), max(left_s, 0.0)))
+                left_s -= time.monotonic() - began
+            now.count, now.at = now.count + 1, float("inf")
+            others = left > 1 and bool(self._candidates(tried))
             elsewhere = {503: left_s > 0 or others, 429: others}
             left -= 1
             began = time.monotonic()
@@ -216,9 +223,9 @@ class Relay:
                 if is_free := _code(refusal) in NOT_BEGUN:
                     self._watch.note_lost(name)
                 self._metrics.retries.labels(str(refusal[0]["status"])).inc()
-            tried[name] = time.monotonic()
+            now.at, now.begun = time.monotonic(), not is_free
             if is_free and left_s > 0:
-                left, left_s = left + 1, left_s - (tried[name] - began)
+                left, left_s = left + 1, left_s - (now.at - began)
         if refusal is not None:
             for message in refusal:
                 await send(message)
@@ -228,15 +235,33 @@ class Relay:
         code = "engine_not_ready" if tried else "no_replica"
         raise ApiError(503, f"{reason}; try again", code=code, **_RETRY_AFTER)
 
-    def _candidates(self, tried: Mapping[str, float]) -> list[str]:
-        """Return the replicas to send to: those not tried yet, and those that have reported since."""
-        states, names = self._watch.states, self._watch.candidates()
-        return [name for name in names if name not in tried or states[name].heard > tried[name]]
+    def _candidates(self, tried: Mapping[str, _Tried]) -> list[str]:
+        """Return the replicas to send to: those not tried yet, or else those that refused it unread and have reported since.
 
-    async def _wait(self, tried: Mapping[str, float], seconds: float) -> list[str]:
+        A replica that may have begun with the request gets it only once: the request may be what ended the replica.
+        """
+        states = self._watch.states
+
+        def may(name: str) -> bool:
+            before = tried.get(name)
+            return before is None or (not before.begun and states[name].heard > before.at)
+
+        names = self._watch.candidates(may)
+        return [name for name in names if name not in tried] or names
+
+    def _may_come(self, tried: Mapping[str, _Tried]) -> bool:
+        """Return whether there is a replica that may take the request later, or none at all at the moment."""
+        names = self._watch.states.keys()
+        return not names or any(name not in tried or not tried[name].begun for name in names)
+
+    async def _wait(self, tried: Mapping[str, _Tried], seconds: float) -> list[str]:
         """Return the replicas to send to as soon as there is one; none after `seconds`."""
-        with self._metrics.waiting.track_inprogress():
+        with self._metrics.waiting.track_inprogress(), _waiting():
             return await self._watch.until(lambda: self._candidates(tried), seconds)
+
+    async def _pause(self, seconds: float) -> None:
+        with self._metrics.waiting.track_inprogress(), _waiting():
+            await asyncio.sleep(seconds)
 
     async def _try(
         self, name: str, request: Outgoing, keys: Keys, send: Send, progress: _Answering, elsewhere: Mapping[int, bool]
@@ -261,9 +286,9 @@ class Relay:
         self._metrics.missing.inc(missing)
         record, began = RECORD.get(), time.perf_counter()
         if record is not None:
-            tries = record.route.get("tries", 0) + 1
+            tries, wait_s = record.route.get("tries", 0) + 1, record.route.get("wait_s", 0.0)
             record.route = {"policy": self._options.policy, "tries": tries, "document_bytes": asked, "missing_bytes": missing}
-            record.route["queued_bytes"] = self._policy.queued(name)
+            record.route |= {"queued_bytes": self._policy.queued(name), "wait_s": wait_s}
         work = self._policy.sent(name, keys, time.monotonic())
         computed = False
         try:
@@ -292,6 +317,17 @@ class Relay:
             return None
         finally:
             self._policy.done(name, work, computed=computed)
+
+
+@contextmanager
+def _waiting() -> Iterator[None]:
+    """Add the time of a `with` statement to `wait_s` of the request's line in the log."""
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        if (record := RECORD.get()) is not None:
+            record.route["wait_s"] = record.route.get("wait_s", 0.0) + time.perf_counter() - began
 
 
 def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:

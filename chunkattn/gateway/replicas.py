@@ -52,6 +52,7 @@ class Report:
         held: keys and sizes of the pieces that it holds in memory, of those it was asked about; None if it cannot tell.
         gone: keys of pieces that it was sent and no longer holds.
         age_s: seconds since the state was read.
+        responsive: False while its engine gives no sign of life, or is in an unusually long step.
     """
 
     generation: str
@@ -60,6 +61,7 @@ class Report:
     held: Mapping[int, int] | None = None
     gone: frozenset[int] = field(default=frozenset())
     age_s: float = 0.0
+    responsive: bool = True
 
 
 class Replicas(Protocol):

@@ -27,6 +27,15 @@ def is_passing(status: int, body: Any) -> bool:
     return status == 503 and error_code(body) in NOT_BEGUN | {"engine_not_ready"}
 
 
+def pause_s(number: int) -> float:
+    """Return the pause in seconds before a try is repeated.
+
+    Args:
+        number: number of the repetition; the first is 0.
+    """
+    return min(_FIRST_S * 2.0 ** min(number, 10), _LONGEST_S)
+
+
 async def retried(call: Callable[[], Awaitable[T]], is_final: Callable[[T], bool], timeout_s: float) -> T:
     """Return the first final result of a call, or its last result.
 
@@ -35,8 +44,8 @@ async def retried(call: Callable[[], Awaitable[T]], is_final: Callable[[T], bool
         is_final: whether a result needs no further try.
         timeout_s: time in seconds after which no try begins.
     """
-    until, pause = time.monotonic() + timeout_s, _FIRST_S
-    while not is_final(result := await call()) and time.monotonic() + pause < until:
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, _LONGEST_S)
+    until, number = time.monotonic() + timeout_s, 0
+    while not is_final(result := await call()) and time.monotonic() + pause_s(number) < until:
+        await asyncio.sleep(pause_s(number))
+        number += 1
     return result

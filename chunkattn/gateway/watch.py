@@ -48,6 +48,11 @@ class ReplicaState:
         """Return whether the replica takes requests."""
         return self.report is not None and self.report.ready and not self.lost
 
+    @property
+    def is_responsive(self) -> bool:
+        """Return whether the engine of the replica answers, as last told."""
+        return self.report is not None and self.report.responsive
+
 
 class Watch:
     """Watcher of all replicas.
@@ -91,16 +96,23 @@ class Watch:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def ready(self) -> list[str]:
-        """Return the names of the replicas that take requests."""
-        return [name for name, state in self.states.items() if state.is_ready]
+        """Return the names of the replicas that take requests and whose engines answer."""
+        return [name for name, state in self.states.items() if state.is_ready and state.is_responsive]
 
-    def candidates(self) -> list[str]:
-        """Return the names of the replicas to send to: the ready ones, or else those that may be alive.
+    def candidates(self, may: Callable[[str], bool] = lambda name: True) -> list[str]:
+        """Return the names of the replicas to send to: those that take requests, or else those that may be alive.
 
-        A replica may report late because it has much to do, and one failed connection tells little.
+        Of these the ones whose engines answer, if there are any: an engine may be in one long step. A replica may report late
+        because it has much to do, and one failed connection tells little.
+
+        Args:
+            may: whether a replica may be named.
         """
-        states = self.states.items()
-        return self.ready() or [n for n, s in states if not s.down and s.report is not None and s.report.ready]
+        states = self.states
+        taking = [n for n, s in states.items() if s.is_ready]
+        taking = taking or [n for n, s in states.items() if not s.down and s.report is not None and s.report.ready]
+        found = list(filter(may, taking))
+        return [name for name in found if states[name].is_responsive] or found
 
     async def until(self, find: Callable[[], T], timeout_s: float) -> T:
         """Return the first true result of a function that reads the states, or its last one.
@@ -183,7 +195,7 @@ class Watch:
             return
         if (state := self.states.get(name)) is None:
             return
-        before, was_ready = state.report, state.is_ready
+        before, was_ready, was_responsive = state.report, state.is_ready, state.is_responsive
         state.report, state.heard, state.lost, state.down, state.failures = report, time.monotonic(), False, False, 0
         restarted = before is not None and before.generation != report.generation
         if restarted:
@@ -195,6 +207,8 @@ class Watch:
             self._policy.merge(name, report.held or {}, report.gone, time.monotonic() - report.age_s - _LATE_S)
         if state.is_ready != was_ready:
             logger.info("replica %s is %s", name, "ready" if state.is_ready else "not ready")
+        if state.is_ready and was_ready and state.is_responsive != was_responsive:
+            logger.info("the engine of replica %s %s", name, "answers again" if state.is_responsive else "does not answer")
         if restarted or (state.is_ready and not was_ready):
             self._tell([name])
         self._announce()

@@ -41,8 +41,8 @@ _START_SILENCE_S = 60.0
 _EXCUSED_S = 1800.0
 """Longest time to load weights or to compile one program."""
 _LAST_WORDS_S = 0.1
-_SLOW_STEPS = 3.0
-"""Times its longest step so far that a step may take before it counts as unresponsive."""
+_SLOW_STEPS, _SLOW_STEP_S = 3.0, 15.0
+"""A step may take this many times the longest step so far, and at least this many seconds, before it counts as unresponsive."""
 _LAST_WAIT_S = 5.0
 _FAILED_STARTS = 3
 _LONGEST_PAUSE_S = 30.0
@@ -166,14 +166,16 @@ class EngineClient:
 
     @property
     def unresponsive_s(self) -> float:
-        """Return the seconds without a sign of life, or in one step that lasts far longer than any before; 0 if it answers.
+        """Return the seconds without a sign of life, or in one unusually long step; 0 if the engine answers.
 
-        An engine that compiles, writes or closes is responsive: it says so.
+        A step is unusually long from 15 s and three times the longest step before, or from half of `engine_hang_timeout_s` if
+        that is less. An engine that compiles, writes or closes is responsive: it says so.
         """
         if not self.is_ready:
             return 0.0
         spent = 0.0 if self._beat.busy else self._beat.step_running_s
-        return max(self._silence, spent if spent > _SLOW_STEPS * self._longest_step_s else 0.0)
+        usual = min(max(_SLOW_STEPS * self._longest_step_s, _SLOW_STEP_S), self.config.engine_hang_timeout_s / 2)
+        return max(self._silence, spent if spent > usual else 0.0)
 
     @property
     def pid(self) -> int | None:
@@ -281,7 +283,8 @@ class EngineClient:
         except EngineDeadError:
             pass  # the next reader asks the next engine
         finally:
-            self._reading = None
+            if self._reading is asyncio.current_task():
+                self._reading = None
 
     def _keep(self, metrics: str) -> None:
         self._snapshot, self._snapshot_at = metrics, time.perf_counter()
@@ -383,6 +386,10 @@ class EngineClient:
         """Run one process to its end and dispose of it. Return whether the process was ever ready."""
         self.warmup, self._beat, self._served = None, wire.Heartbeat(0.0, None), False
         self._silence = self._longest_step_s = 0.0
+        self._snapshot, self._snapshot_at = "", time.perf_counter()
+        if (reading := self._reading) is not None:  # of the engine before
+            self._reading = None
+            reading.cancel()
         self._failure, self._ended = None, None
         try:
             self._worker = worker = self._launched or WorkerProcess(self._context)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking")
+"""Paths of the route that ranks documents. A path that ends like another one comes before it."""
 _FIRST_BLOCK = 512
 """Bytes of the first piece of a long text. Each further piece ends at twice the bytes, so a text has few pieces."""
 MAX_PIECES = 4096
@@ -268,11 +270,7 @@ _ROUTES: dict[str, Callable[[_Pieces, Mapping[str, Any]], None]] = {
     "/v1/score": _score,
     "/score": _score,
     "/generative_scoring": _score,
-    "/v1/rerank": _rerank,
-    "/v2/rerank": _rerank,
-    "/rerank": _rerank,
-    "/v1/reranking": _rerank,
-    "/reranking": _rerank,
+    **dict.fromkeys(RERANK_PATHS, _rerank),
     "/v1/decisions": _decisions,
     "/v1/systemone": _system_one,
 }

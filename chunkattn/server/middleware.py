@@ -94,11 +94,16 @@ class Gate:
         OWNER.set(caller.owner)
         RECORD.set(record)
         scope.setdefault("state", {}).update(request_id=request_id, caller=caller, trace_headers=span.outgoing())
-        received = 0
+        received, more = 0, True
 
         async def limited() -> Message:
-            nonlocal received
-            message = await receive()
+            nonlocal received, more
+            try:
+                message = await receive()
+            finally:
+                if more:
+                    record.upload_s = time.perf_counter() - record.began
+            more = more and message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self.config.max_body_bytes:
                 raise too_large(self.config.max_body_bytes)

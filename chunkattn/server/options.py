@@ -40,8 +40,9 @@ class ServerConfig:
         root_path: path below which a proxy serves this server, such as "/llm". Requests may come with or without it.
         ready_when_warm: report readiness, in `/readyz`, `/health` and the output, only once every program is compiled. Requests
             are accepted before that.
-        unresponsive_after_s: time in seconds without a sign of life of the engine, or in a step three times as long as any
-            before, after which `/readyz` and `/health` answer 503 with the status `unresponsive`. Compilations do not count.
+        unresponsive_after_s: time in seconds without a sign of life of the engine, or in an unusually long step, after which
+            `/readyz` and `/health` answer 503 with the status `unresponsive`. A step is unusually long from 15 s and three
+            times the longest step before, or from half of `engine_hang_timeout_s` if that is less. Compilations do not count.
         slow_request_s: time in seconds from which the log marks a request with `slow` and the part that took the most time; 0
             marks none.
         timing_headers: send the headers `Server-Timing`, with the times of the request, and `X-Chunkattn-Tokens`, with its

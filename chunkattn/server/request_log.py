@@ -31,15 +31,22 @@ def fields_of(record: RequestRecord, summary: RequestSummary | None, seconds: fl
         seconds: seconds of the whole request.
         slow_s: seconds from which a request is slow; 0 for none.
     """
-    found: dict[str, Any] = dict(record.route)
+    found: dict[str, Any] = record.route | {"prepare_s": record.upload_s} if record.route else {}
     if summary is not None:
         found |= {name: value for name, value in asdict(summary).items() if value is not None}
         del found["last_s"], found["answered"]
         if not summary.answered:
             found = {name: value for name, value in found.items() if name not in _UNKNOWN_AT_FIRST}
     if slow_s and seconds >= slow_s:
-        found["slow"] = "replica" if record.route else "answer" if summary is None else summary.slowest(seconds)
+        found["slow"] = _slowest(record, seconds) if summary is None else summary.slowest(seconds)
     return found
+
+
+def _slowest(record: RequestRecord, seconds: float) -> str:
+    """Return the part of a request without an engine that took the most time, one of `PARTS`."""
+    parts = {"prepare": record.upload_s, "wait": record.route.get("wait_s", 0.0)}
+    parts["replica" if "tries" in record.route else "answer"] = seconds - sum(parts.values())
+    return max(parts, key=parts.__getitem__)
 
 
 def text_of(fields: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from chunkattn.request_record import RequestSummary
+from chunkattn.routing.keys import RERANK_PATHS
 
 try:
     from opentelemetry import propagate, trace
@@ -31,9 +32,7 @@ _OPERATIONS = {
     "/v1/score": "score",
     "/score": "score",
     "/generative_scoring": "score",
-    "/v1/rerank": "rerank",
-    "/v2/rerank": "rerank",
-    "/rerank": "rerank",
+    **dict.fromkeys(RERANK_PATHS, "rerank"),
     "/v1/decisions": "decide",
     "/v1/systemone": "decide",
 }

@@ -111,6 +111,7 @@ class Replica:
         bytes_per_token: bytes of text per token that `/tokenize` tells; None answers 404.
         report: answer to `/v1/cache/report`; None answers 404.
         texts: bodies of further GET routes by path, such as `/metrics`.
+        statuses: statuses of these routes; 200 by default.
         asked: paths of the requests for reports and texts so far.
         reads: whether the body of a request is read before it is answered.
         reporting: cleared to keep reports waiting.
@@ -123,6 +124,7 @@ class Replica:
         self.calls: list[Call] = []
         self.report: dict | None = {"generation": "1", "ready": True, "capacity": 1000}
         self.texts: dict[str, bytes] = {}
+        self.statuses: dict[str, int] = {}
         self.asked: list[str] = []
         self.reads = True
         self.reporting = asyncio.Event()
@@ -172,7 +174,7 @@ class Replica:
             self.asked.append(scope["path"])
             await self.reporting.wait()
             if scope["path"] in self.texts:
-                await call.start(200, "text/plain")
+                await call.start(self.statuses.get(scope["path"], 200), "text/plain")
                 text = self.texts[scope["path"]]
                 await call.write(text[: len(text) // 2])
                 await asyncio.sleep(0.001)  # so that one read does not return all of it

@@ -78,12 +78,13 @@ def test_one_scrape():
         a.texts["/metrics"], b.texts["/metrics"] = text.encode(), one(2).encode()
         async with rig(a, b) as made:
             await made.http.post(COMPLETE, json=ask(["one " * 100]))
-            b.report = {**b.report, "ready": False}  # so it is not asked
+            b.report = {**b.report, "ready": False}
             await made.ready(a)
             answer = await made.http.get("/metrics")
             assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
             found = samples(answer.text)
             assert labelled(text, a.url).items() <= found.items()
+            assert labelled(b.texts["/metrics"].decode(), b.url).items() <= found.items(), "it is not down"
             ready = {dict(labels)["replica"]: value for (name, labels), value in found.items() if name.endswith("way_ready")}
             assert ready == {a.url: 1, b.url: 0}
             assert sum(value for (name, _), value in found.items() if name == "chunkattn_gateway_sent_total") == 1

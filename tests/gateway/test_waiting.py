@@ -5,8 +5,8 @@ import asyncio
 import httpx
 import pytest
 
-from tests.gateway.rig import COMPLETE, Replica, answered_by, ask, rig, run, until
-from tests.gateway.test_relay import refusal
+from tests.gateway.rig import COMPLETE, Call, Replica, answered_by, ask, rig, run, until
+from tests.gateway.test_relay import die, refusal
 
 FORGET = {"prefix": "Read.", "documents": ["Ana"]}
 STORE = FORGET | {"documents": [{"id": "one", "text": "Ana"}]}
@@ -105,7 +105,7 @@ def test_a_request_goes_to_the_new_replica_when_the_old_one_refuses():
         (not_ready, "no_replica", 0),
         (Replica.kill, "engine_not_ready", 0),
         (refuses("server_draining"), "server_draining", None),
-        (refuses("engine_not_ready"), "engine_not_ready", 3),  # work may have begun: `max_tries` applies
+        (refuses("engine_not_ready"), "engine_not_ready", 1),  # work may have begun, and killed the engine
     ],
     ids=["not ready", "killed", "draining", "engine died"],
 )
@@ -121,6 +121,61 @@ def test_waiting_ends(change, code, calls):
             assert calls in (None, len(a.calls))
 
     run(case)
+
+
+@pytest.mark.parametrize("end", [die, refusal(503, "engine_not_ready")], ids=["reset", "engine died"])
+def test_no_replica_gets_a_request_twice_that_may_have_killed_it(monkeypatch, end):
+    monkeypatch.setattr("chunkattn.gateway.http_replicas._IDLE_CLOSE_S", -1.0)
+
+    async def case():
+        a, b = Replica("a"), Replica("b")
+        a.answer = b.answer = end
+        async with rig(a, b, replica_wait_s=1000, max_tries=9) as made:
+            answer = await made.http.post(COMPLETE, json=ask())
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_not_ready")
+            assert [len(a.calls), len(b.calls)] == [1, 1]
+
+    run(case)
+
+
+def test_a_replica_that_refuses_is_asked_again_with_pauses():
+    async def case():
+        a = Replica()
+        a.answer = refusal(503, "server_draining")
+        async with rig(a, replica_wait_s=0.6) as made:
+            assert (await made.http.post(COMPLETE, json=ask())).status_code == 503
+            assert 2 <= len(a.calls) <= 4, "pauses of 0.1 s, 0.2 s and the rest"
+
+    run(case)
+
+
+WAITS = {
+    "answered at last": (lambda replica: setattr(replica, "answer", accept), 30, 200),
+    "no replica": (lambda replica: None, 0.3, 503),
+}
+
+
+@pytest.mark.parametrize("ends", WAITS)
+@pytest.mark.parametrize("begin", [not_ready, refuses("server_draining")], ids=["not ready", "draining"])
+def test_the_log_has_the_wait(caplog, ends, begin):
+    async def case():
+        a, (end, wait_s, status) = Replica(), WAITS[ends]
+        async with rig(a, replica_wait_s=wait_s, server={"slow_request_s": 0.001}) as made:
+            begin(a)
+            if begin is not_ready:
+                await made.ready()
+            asked = asyncio.create_task(made.http.post(COMPLETE, json=ask()))
+            await asyncio.sleep(0.2)
+            end(a)
+            if status == 200:
+                ready(a)
+            assert (await asked).status_code == status
+
+    caplog.set_level("INFO", "chunkattn.server.access")
+    run(case)
+    fields = next(record.request for record in caplog.records if record.name == "chunkattn.server.access")
+    assert fields["seconds"] / 2 < fields["wait_s"] <= fields["seconds"]
+    assert fields["slow"] == "wait"
 
 
 def test_a_full_replica_is_not_waited_for():
@@ -144,5 +199,31 @@ def test_a_waiting_client_may_leave():
                 await made.http.post(COMPLETE, json=ask(), timeout=0.3)
             await is_waiting(made, 0)
             assert made.gateway.state.metrics.running == 0
+
+    run(case)
+
+
+@pytest.mark.parametrize("answers", [True, False], ids=["refuses", "silent"])
+def test_forgetting_ends_in_time_and_names_who_has_not_answered(answers):
+    async def case():
+        a, b = Replica("a"), Replica("b")
+        a.answer, b.answer = accept, refusal(503, "server_draining") if answers else Call.wait_until_left
+        async with rig(a, b, replica_wait_s=1000, server={"request_timeout_s": 0.3}) as made:
+            answer = await made.http.post("/v1/cache/forget", json=FORGET)
+            assert answer.status_code == 503
+            assert f"still hold the documents: {b.url};" in answer.json()["error"]["message"]
+
+    run(case)
+
+
+def test_a_client_may_leave_while_replicas_forget():
+    async def case():
+        a = Replica()
+        a.answer = Call.wait_until_left
+        async with rig(a) as made:
+            with pytest.raises(httpx.ReadTimeout):
+                await made.http.post("/v1/cache/forget", json=FORGET, timeout=0.3)
+            await until(lambda: a.calls[0].left.is_set())
+            await until(lambda: made.gateway.state.metrics.running == 0)
 
     run(case)

@@ -137,6 +137,37 @@ def test_a_replica_that_is_not_ready_gets_nothing_and_comes_back():
     run(case)
 
 
+@pytest.mark.parametrize("reports", [True, False], ids=["report", "health"])
+def test_a_replica_in_a_long_step_gets_what_no_other_takes(reports):
+    async def case():
+        a, b = Replica("a"), Replica("b")
+
+        def tell(replica, responsive):
+            if reports:
+                replica.report = {**Replica().report, "responsive": responsive}
+            else:
+                replica.report = None
+                replica.texts["/health"] = json.dumps({"status": "ready" if responsive else "unresponsive"}).encode()
+                replica.statuses["/health"] = 200 if responsive else 503
+
+        tell(a, False), tell(b, True)
+        async with rig(a, b, wait=False) as made:
+            await made.ready(b)
+            await until(lambda: made.gateway.watch.states[a.url].is_ready)
+            for number in range(4):
+                assert answered_by(await made.http.post(COMPLETE, json=ask([str(number) * 100]))) == b.port
+            b.answer = lambda call: call.refuse(503, "engine_not_ready")
+            assert answered_by(await made.http.post(COMPLETE, json=ask())) == a.port
+            tell(b, False)
+            await made.ready()
+            assert (await made.http.get("/health")).status_code == 200
+            assert answered_by(await made.http.post(COMPLETE, json=ask())) == a.port
+            tell(a, True)
+            await made.ready(a)
+
+    run(case)
+
+
 def test_a_killed_replica_comes_back():
     async def case():
         a, b = Replica("a"), Replica("b")

@@ -11,11 +11,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from chunkattn.gateway.app import _KNOWN
-from chunkattn.gateway.document_ids import _CHUNKS, _DOCUMENTS, _PAIRS, _RANKED
+from chunkattn.gateway.document_ids import _CHUNKS, _DOCUMENTS, _PAIRS
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
-from chunkattn.routing.keys import _ROUTES, MAX_PIECES, Keys, keys_of
+from chunkattn.routing.keys import _ROUTES, MAX_PIECES, RERANK_PATHS, Keys, keys_of
 from chunkattn.server.protocol.decisions import DecisionsBody
 from chunkattn.server.protocol.documents import CacheBody
 from chunkattn.server.protocol.generation import ChatBody, CompletionBody
@@ -23,7 +23,7 @@ from chunkattn.server.protocol.scoring import RerankBody, ScoreBody
 from chunkattn.server.routes import decisions, documents, generation, scoring, systemone, tokens
 
 SEP = " # # "
-_WITH_IDS = (_CHUNKS, _DOCUMENTS, _PAIRS, _RANKED)
+_WITH_IDS = (_CHUNKS, _DOCUMENTS, _PAIRS, RERANK_PATHS)
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
 QUESTIONS = [{"type": "predicate", "instructions": "Is it late?"}]
 LONG = "".join(random.Random(0).choices("abcdefgh ", k=5000))
@@ -369,4 +369,4 @@ def test_the_routes_of_the_server_are_known():
     for group in ({*group} for group in paths.values() if len(group) > 1):
         for known in (_KNOWN, *_WITH_IDS):
             assert group <= {*known} or not group & {*known}
-    assert {"/v1/reranking", "/reranking"} <= {*_KNOWN} & {*_RANKED} & {*_ROUTES}
+    assert {"/v1/reranking", "/reranking"} <= {*_KNOWN} & {*RERANK_PATHS} & {*_ROUTES}

@@ -13,7 +13,11 @@ from chunkattn.server.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
 
-COMPILING, STEPPING, IDLE = wire.Heartbeat(30.0, "compiling"), wire.Heartbeat(30.0, None), wire.Heartbeat(0.0, None)
+COMPILING, IDLE = wire.Heartbeat(30.0, "compiling"), wire.Heartbeat(0.0, None)
+
+
+def stepping(seconds):
+    return wire.Heartbeat(seconds, None)
 
 
 class Blocked:
@@ -76,6 +80,24 @@ def test_metrics_of_an_engine_that_ends_are_the_servers_alone(llm, blocked):
     serve(llm, case)
 
 
+def test_a_new_engine_has_no_metrics_of_the_one_before(llm, blocked, monkeypatch):
+    async def case(client):
+        llm.client._take(wire.Snapshot("chunkattn_steps_total 1.0\n"))
+        await client.get("/metrics")  # waits for an answer still
+
+        def refuse(context):
+            raise OSError
+
+        monkeypatch.setattr("chunkattn.remote.client.WorkerProcess", refuse)
+        await llm.client._run_worker(None)
+        llm.client._worker, llm.client.state = blocked, "ready"
+        text = (await client.get("/metrics")).text
+        assert "chunkattn_steps_total" not in text
+        assert len(blocked.queries) == 2, "the new engine is asked"
+
+    serve(llm, case)
+
+
 @pytest.mark.parametrize(
     ("beat", "silence", "longest", "status"),
     [
@@ -84,9 +106,11 @@ def test_metrics_of_an_engine_that_ends_are_the_servers_alone(llm, blocked):
         (IDLE, 7.0, 0.0, "unresponsive"),
         (COMPILING, 0.0, 0.0, "ready"),
         (COMPILING, 7.0, 0.0, "unresponsive"),
-        (STEPPING, 0.0, 0.0, "unresponsive"),
-        (STEPPING, 0.0, 9.0, "unresponsive"),
-        (STEPPING, 0.0, 11.0, "ready"),  # steps of this machine are slow
+        (stepping(14.0), 0.0, 0.0, "ready"),  # the first long step
+        (stepping(16.0), 0.0, 0.0, "unresponsive"),
+        (stepping(28.0), 0.0, 9.0, "unresponsive"),
+        (stepping(28.0), 0.0, 10.0, "ready"),  # steps of this machine are slow
+        (stepping(31.0), 0.0, 25.0, "unresponsive"),  # half of engine_hang_timeout_s
     ],
 )
 def test_probes_say_that_the_engine_does_not_answer(llm, blocked, beat, silence, longest, status):
@@ -101,7 +125,8 @@ def test_probes_say_that_the_engine_does_not_answer(llm, blocked, beat, silence,
             assert "unresponsive_after_s is 5" in answer.json()["reason"]
         assert (await client.get("/livez")).status_code == 200
         report = (await client.get("/v1/cache/report")).json()
-        assert report["ready"] == (status == "ready")
+        assert report["ready"], "it takes requests meanwhile"
+        assert report["responsive"] == (status == "ready")
 
     serve(llm, case, report_documents=True)
 

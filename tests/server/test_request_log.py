@@ -23,12 +23,16 @@ from chunkattn.engine.messages import (
     StepRates,
     TokenOutput,
 )
+from chunkattn.gateway import app as gateway
 from chunkattn.logs import JsonFormatter
 from chunkattn.remote import messages as wire
 from chunkattn.request_record import PARTS, CallRecord, RequestRecord, RequestSummary
+from chunkattn.routing.keys import RERANK_PATHS
 from chunkattn.server import tracing
 from chunkattn.server.app import create_app
 from chunkattn.server.options import ServerConfig
+from chunkattn.server.request_log import fields_of
+from chunkattn.server.routes import scoring
 
 pytest_plugins = ["tests.told_engine"]
 
@@ -248,6 +252,47 @@ def test_the_slowest_part(given, seconds, part):
     assert part in PARTS
 
 
+@pytest.mark.parametrize(
+    ("upload_s", "route", "part"),
+    [
+        (0.1, {}, "answer"),
+        (3.0, {}, "prepare"),
+        (3.0, {"wait_s": 0.5, "tries": 1}, "prepare"),
+        (0.1, {"wait_s": 3.0, "tries": 1}, "wait"),
+        (0.1, {"wait_s": 3.0}, "wait"),
+        (0.1, {"wait_s": 1.0, "tries": 2}, "replica"),
+    ],
+)
+def test_the_slowest_part_without_an_engine(upload_s, route, part):
+    record = RequestRecord(0.0)
+    record.upload_s, record.route = upload_s, route
+    fields = fields_of(record, None, 4.0, 1.0)
+    assert fields["slow"] == part
+    assert part in PARTS
+    assert fields.get("prepare_s") == (upload_s if route else None)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["whole", "cut"])
+def test_a_slow_upload_is_the_slowest_part(llm, caplog, whole):
+    async def parts():
+        yield b'{"prompt": '
+        await asyncio.sleep(0.2)
+        yield b"7" if whole else b""
+        if not whole:
+            await asyncio.sleep(1000)
+
+    async def once():
+        config = ServerConfig(slow_request_s=0.01, request_timeout_s=0.3)
+        transport = httpx.ASGITransport(create_app(llm, config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            await client.post(COMPLETION, content=parts(), headers={"Content-Type": "application/json"})
+
+    caplog.set_level("INFO", "chunkattn.server.access")
+    asyncio.run(once())
+    line = [record for record in caplog.records if record.name == "chunkattn.server.access"][-1]
+    assert line.request["slow"] == "prepare"
+
+
 def test_stages_add_up_and_requests_of_one_stage_wait_together():
     call = CallRecord()
     for waits in ((1.0, 2.0), (3.0,)):
@@ -345,6 +390,13 @@ def test_a_request_has_a_span_with_its_parts(exchange, spans):
     assert [part.name for part in parts] == ["prepare", "queue", "prompt"]
     for before, part in pairwise(parts):
         assert before.ended == part.began
+
+
+def test_every_path_of_the_engine_has_an_operation_and_a_label_at_the_gateway():
+    paths = {route.path for route in scoring.router.routes if route.name == "rerank"}
+    assert paths == {*RERANK_PATHS}
+    assert {tracing._OPERATIONS.get(path) for path in paths} == {"rerank"}
+    assert tracing._OPERATIONS.keys() <= {*gateway._KNOWN}
 
 
 def test_a_failed_request_has_a_failed_span(exchange, spans):

@@ -108,9 +108,9 @@ class Replica(ReloadsKeys):
         """
         assert self._state.reports is not None
         told = await self._state.reports.report(since)
-        ready = self._state.probe(warm=False) == "ready"
-        report = Report(told["generation"], ready, told["capacity"], dict(told["held"]), frozenset(told["gone"]))
-        return report, told["version"]
+        status, held, gone = self._state.probe(warm=False), dict(told["held"]), frozenset(told["gone"])
+        ready, responsive = status in ("ready", "unresponsive"), status != "unresponsive"
+        return Report(told["generation"], ready, told["capacity"], held, gone, responsive=responsive), told["version"]
 
     async def metrics(self, to: Any = None) -> str:
         """Return the metrics of engine and application in Prometheus's text format.

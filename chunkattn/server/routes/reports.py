@@ -18,4 +18,5 @@ async def report(
 ) -> dict[str, Any]:
     """Return which documents the KV cache holds, by routing key; with the option `report_documents`."""
     assert state.reports is not None
-    return {**await state.reports.report(since), "ready": state.health == "ready"}
+    told, health = await state.reports.report(since), state.health
+    return {**told, "ready": health in ("ready", "unresponsive"), "responsive": health != "unresponsive"}
