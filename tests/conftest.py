@@ -1,3 +1,4 @@
+import logging
 import os
 from pathlib import Path
 
@@ -116,6 +117,15 @@ def demo_server():
     with made.client() as http:
         wait_until(lambda: is_idle(http))
     assert made.close() == 0
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """The level of the package's log lines, which commands and servers set, is the same for every test."""
+    logger = logging.getLogger("chunkattn")
+    level = logger.level
+    yield
+    logger.setLevel(level)
 
 
 @pytest.fixture

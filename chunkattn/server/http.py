@@ -387,7 +387,8 @@ class BoundedHttp(HttpToolsProtocol):
         self._moved = True
         self._received += len(body)
         super().on_body(body)
-        if self.cycle is not self._running and len(self.cycle.body) > HIGH_WATER_LIMIT:
+        is_waiting = self._running is not None and self.cycle is not self._running
+        if is_waiting and len(self.cycle.body) > HIGH_WATER_LIMIT:
             self.flow.hold()
 
     def on_chunk_header(self) -> None:

@@ -216,6 +216,22 @@ def test_slow_senders_are_cut_off(sent):
         assert b"_timeout_s 0.5" in answer
 
 
+def test_a_body_is_read_to_its_end_after_an_early_answer():
+    """The application answers without reading, after more of the body has come than is kept ahead of it."""
+
+    async def app(scope, receive, send):
+        if scope["type"] == "http":
+            await asyncio.sleep(0.3 if scope["method"] == "POST" else 0)
+            await send({"type": "http.response.start", "status": 413, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body"})
+
+    size = 16 << 20
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % size
+    with serving(app) as address, socket.create_connection(address, timeout=30) as connection:
+        connection.sendall(head + b"x" * size + GET.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n"))
+        assert read_all(connection).count(b"HTTP/1.1 413") == 2
+
+
 def test_an_empty_line_keeps_no_connection():
     with (
         serving(answering([]), header_timeout_s=0.5) as address,
