@@ -213,7 +213,7 @@ def _scope(method: str, path: str, query: bytes, headers: Sequence[tuple[bytes, 
         "raw_path": path.encode("latin-1"),
         "query_string": query,
         "root_path": "",
-        "headers": list(headers),
+        "headers": [(b"host", b"replica"), *(header for header in headers if header[0] != b"host")],  # HTTP/1.1 demands one
         "client": None,
         "server": None,
         "state": {},
