@@ -117,7 +117,7 @@ class ChatTemplate:
             self.text = ""
             return
         own, variables = fixed_clock(self.text, now or datetime.now())
-        # Of the options these alone decide what is known of the template: one request's variables must not for all others.
+        # The form of contents is judged with these options alone: all requests share it, whatever their variables.
         self._own = {"add_generation_prompt": True, "chat_template": own, **variables}
         self._options |= {"chat_template": own, **variables}
 

@@ -341,7 +341,7 @@ def test_a_request_of_too_many_pieces_has_no_keys(path):
 
 
 def test_a_chat_without_a_user_message():
-    """It has no keys with documents, which is the replica's error, and is a plain prompt without."""
+    """A chat without a user message has no keys with documents, and is a plain prompt without them."""
     body = {"messages": [SYSTEM | {"content": LONG}]}
     assert keys_of("/v1/chat/completions", {**body, "documents": ["Figs."]}) == Keys()
     assert keys_of("/v1/chat/completions", body).pieces
