@@ -1,4 +1,8 @@
 """Chat templates that behave as those of well-known model families, in short forms."""
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
 # ruff: noqa: E501  (a line of a template is a branch)
 
 CHATML = (
@@ -95,3 +99,13 @@ TEMPLATES = {
     "phi3": PHI3,
     "gpt-oss": GPT_OSS,
 }
+
+
+def byte_tokenizer(*special):
+    """A tokenizer of one token a byte, and of the special tokens."""
+    alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([*special])
+    return PreTrainedTokenizerFast(tokenizer_object=made)

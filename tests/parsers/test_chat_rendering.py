@@ -4,8 +4,6 @@ import datetime as dates
 
 import pytest
 from jinja2 import TemplateError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 from transformers.utils import chat_template_utils
 
 from chunkattn.config import EngineConfig
@@ -16,18 +14,12 @@ from chunkattn.parsers.arguments import chat_options
 from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
-from tests.chat_templates import CHATML, TEMPLATES
-
-alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+from tests.chat_templates import CHATML, TEMPLATES, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<|end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    return byte_tokenizer("<|end|>")
 
 
 def said(*texts):

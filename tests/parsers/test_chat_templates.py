@@ -3,22 +3,15 @@
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from chunkattn.errors import NotRenderedError, RequestError
 from chunkattn.parsers import PromptParser
-from tests.chat_templates import TEMPLATES
-
-alphabet = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+from tests.chat_templates import TEMPLATES, byte_tokenizer
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    made = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    return byte_tokenizer()
 
 
 def said(*texts):
