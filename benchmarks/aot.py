@@ -17,7 +17,6 @@ from transformers import LlamaConfig
 
 from chunkattn.backends import AttentionBackend, AttentionBatch, AttentionSpec
 from chunkattn.backends.base import Weighing
-from chunkattn.bench.geometry import GEOMETRIES
 from chunkattn.config import EngineConfig
 from chunkattn.engine.build import attention_spec
 from chunkattn.engine.plan import Chip, Plan, plan
@@ -26,6 +25,7 @@ from chunkattn.engine.step import StepBuilder
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import spec_from_config
+from chunkattn.tools.bench.geometry import GEOMETRIES
 
 MIB = 2**20
 _COLLECTIVE = re.compile(r"\s(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")

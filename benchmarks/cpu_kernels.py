@@ -25,10 +25,10 @@ from chunkattn.backends.cpu import label_readout, library
 from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.backends.registry import get_backend
-from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
 from chunkattn.engine import sampling
 from chunkattn.models import linear
+from chunkattn.tools.bench.measure import round_name
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 16
 LAYERS = 4

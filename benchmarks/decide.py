@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 from chunkattn import LLM, Choice, SamplingParams
-from chunkattn.bench.geometry import save_model
-from chunkattn.bench.load.workloads import WORDS
 from chunkattn.calls.decide_questions import AskedQuestion, ask
 from chunkattn.cli.progress import timed
+from chunkattn.tools.bench.geometry import save_model
+from chunkattn.tools.load.workloads import WORDS
 
 SERIAL = 4
 """Questions that `serial` is timed on."""

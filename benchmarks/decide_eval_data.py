@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chunkattn.evaluation.recipes import Passage, read_source
+from chunkattn.tools.eval.recipes import Passage, read_source
 
 WORDS = re.compile(r"\b(who|when|where|how many|which|what|how|why)\b")
 KINDS = {"who": "a person", "when": "a date or time", "where": "a place", "how many": "a number"}

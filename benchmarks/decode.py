@@ -16,14 +16,14 @@ import numpy as np
 from transformers import Qwen3Config
 
 import chunkattn.backends.xla as xla
-from chunkattn.bench.geometry import GEOMETRIES, make_core
-from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.rope.positions import make_layout
+from chunkattn.tools.bench.geometry import GEOMETRIES, make_core
+from chunkattn.tools.bench.measure import round_name
 
 
 def start(core: EngineCore, batch: int, context: int, steps: int) -> None:

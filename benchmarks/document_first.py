@@ -17,11 +17,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from chunkattn.bench.measure import round_name
-from chunkattn.bench.score import BLOCK, ScoreBench
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.cli.progress import timed
 from chunkattn.outputs import ScoreOutput
+from chunkattn.tools.bench.measure import round_name
+from chunkattn.tools.bench.score import BLOCK, ScoreBench
 
 ORDERS = {"documents first": True, "query first": False}
 """By name: whether the items come first."""

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.bench.measure import round_name
-from chunkattn.bench.score import BLOCK, ScoreBench
 from chunkattn.calls.generate import generate_job
 from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.focus import MODES, Focus
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.rope.positions import make_layout
+from chunkattn.tools.bench.measure import round_name
+from chunkattn.tools.bench.score import BLOCK, ScoreBench
 
 PREFIX = 32
 """Tokens of the prefix."""

@@ -2,7 +2,7 @@
 
     python -m benchmarks.focus_quality SOURCE --model MODEL [--recipe bm25] [--documents 10] [--count 200] [--json FILE|-]
 
-SOURCE has a question, its answers and its gold passage a line (`chunkattn.evaluation.recipes`). For every recipe and number of
+SOURCE has a question, its answers and its gold passage a line (`chunkattn.tools.eval.recipes`). For every recipe and number of
 documents, one table has a row per condition: the share of greedy answers that contain the right one, their F1, the
 log-probability per token of the gold answer, each with its paired difference from full attention and the 95% interval of the
 difference, and the recall of the choice. Gap, temperature and scale are those of `--calibration`. Single results are kept in
@@ -22,14 +22,14 @@ from chunkattn.calibration import Calibration
 from chunkattn.calls.focus_scores import SCORES
 from chunkattn.cli.common import make_llm
 from chunkattn.cli.progress import Steps, say
-from chunkattn.evaluation.conditions import NONE, Condition, focus_conditions, tokenize
-from chunkattn.evaluation.data import questions_from
-from chunkattn.evaluation.examiner import Examiner
-from chunkattn.evaluation.measures import Mean
-from chunkattn.evaluation.recipes import RECIPES, Passage, Recipe, make_lines, read_source
-from chunkattn.evaluation.report import LOGPROB, RECALL, Row, as_json, compare
-from chunkattn.evaluation.results import Results
 from chunkattn.llm import LLM
+from chunkattn.tools.eval.conditions import NONE, Condition, focus_conditions, tokenize
+from chunkattn.tools.eval.data import questions_from
+from chunkattn.tools.eval.examiner import Examiner
+from chunkattn.tools.eval.measures import Mean
+from chunkattn.tools.eval.recipes import RECIPES, Passage, Recipe, make_lines, read_source
+from chunkattn.tools.eval.report import LOGPROB, RECALL, Row, as_json, compare
+from chunkattn.tools.eval.results import Results
 
 MEASURES = {"contained": 3, "F1": 3, LOGPROB: 2}
 """Measures of the table, with their digits."""

@@ -34,8 +34,8 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from benchmarks.nvidia.workloads import calls, settings
-from chunkattn.bench.peers import NOT_FOUND, find_python
 from chunkattn.cli.progress import timed
+from chunkattn.tools.bench.peers import NOT_FOUND, find_python
 
 PARTS = "kernels", "flex", "gen", "score"
 TIMEOUT_S = {"check": 1800, "kernels": 600, "flex": 1800, "gen": 7200, "score": 3600}

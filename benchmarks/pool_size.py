@@ -14,12 +14,12 @@ import time
 
 import numpy as np
 
-from chunkattn.bench.geometry import make_core
 from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.rope.positions import make_layout
+from chunkattn.tools.bench.geometry import make_core
 
 
 def start(core: EngineCore, steps: int) -> None:

@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-from chunkattn.bench.geometry import GEOMETRIES, save_model
+from chunkattn.tools.bench.geometry import GEOMETRIES, save_model
 
 
 def name_all_ids(file: Path, size: int) -> None:

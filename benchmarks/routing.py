@@ -27,7 +27,7 @@ import numpy as np
 from benchmarks.routing_simulator import simulate, workload
 from benchmarks.serving import PATH, Server, greedy
 from chunkattn.cli.progress import say, timed
-from chunkattn.routing.policy import POLICIES
+from chunkattn.gateway.policy import POLICIES
 
 WORDS = ("river", "poet", "lives", "in", "Tunise", "Rumi", "Nila", "city", "job", "is", "a", "painter", "who", "works", "near")
 PREFIX, QUESTION = "Read the documents and answer the question. ", " What is the job of Rumi? Answer:"

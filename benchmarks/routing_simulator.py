@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from chunkattn.cli.progress import timed
-from chunkattn.routing.keys import Keys
-from chunkattn.routing.ledger import Ledger
-from chunkattn.routing.policy import POLICIES, Policy
+from chunkattn.gateway.policy import POLICIES, Policy
+from chunkattn.schema.ledger import Ledger
+from chunkattn.schema.piece_keys import Keys
 
 BYTES_PER_TOKEN = 4
 _SENT_LATELY_S = 0.5

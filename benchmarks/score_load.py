@@ -27,9 +27,9 @@ import numpy as np
 
 from chunkattn import LLM, SamplingParams
 from chunkattn.async_llm import AsyncLLM
-from chunkattn.bench.measure import resident_bytes
 from chunkattn.cli.progress import say, timed
 from chunkattn.errors import DeadlineExceededError
+from chunkattn.tools.bench.measure import resident_bytes
 
 SIZES = {3: 0.5, 30: 0.35, 500: 0.15}
 """Shares of the requests by number of items."""

@@ -37,7 +37,7 @@ import httpx
 import numpy as np
 
 from benchmarks.serving import PATH, Server, greedy
-from chunkattn.server.content_codings import zstd
+from chunkattn.web.content_codings import zstd
 
 ATTACK_S, HEALTH_S, CALM_S = 30.0, 0.1, 1.0
 BYSTANDER_S, MEMORY_S = 0.3, 0.05

@@ -28,8 +28,8 @@ from typing import Any
 import httpx
 
 from benchmarks.serving import PATH, Server, greedy
-from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
+from chunkattn.tools.bench.measure import round_name
 
 WAYS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}
 HANG_S = 2

@@ -37,9 +37,9 @@ from openai import AsyncOpenAI
 from benchmarks.score_load import GROWTH, SETTLED, mib, percentile
 from benchmarks.serving import Server
 from chunkattn import LLM, ChunkedPrompt, RequestOutput, SamplingParams
-from chunkattn.bench.measure import resident_bytes
 from chunkattn.cli.progress import say, timed
 from chunkattn.server.state import DEMO_NAME
+from chunkattn.tools.bench.measure import resident_bytes
 from training.world import PREFIX, World
 
 SIZES = {"score 3": 3, "score 30": 30, "score 100": 100}

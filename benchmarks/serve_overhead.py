@@ -49,10 +49,10 @@ import uvloop
 
 from benchmarks.serving import Job, Server, connected, greedy
 from chunkattn import LLM, AsyncLLM, SamplingParams
-from chunkattn.bench.geometry import GEOMETRIES, save_model
-from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed as told
 from chunkattn.engine.limits import EngineLimits
+from chunkattn.tools.bench.geometry import GEOMETRIES, save_model
+from chunkattn.tools.bench.measure import round_name
 
 NAMES = ("Nila", "Rumi", "Siku", "Zenuso", "Lezudo", "Tunise", "Kirora", "Pegelu")
 WORDS = (*NAMES, "lives", "works", "likes", "was", "born", "in", "as", "a", "baker", "poet", "honey", "figs")

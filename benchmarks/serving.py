@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from chunkattn.bench.load.server import Server as Server
+from chunkattn.tools.load.server import Server as Server
 
 PATH = "/v1/completions"
 

@@ -30,9 +30,9 @@ from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.backend import PallasMetadata, PallasTpuBackend
 from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
 from chunkattn.backends.pallas_tpu.write import DEPTH
-from chunkattn.bench.measure import round_name
 from chunkattn.cli.progress import timed
 from chunkattn.testing import TOLERANCE, check_backend
+from chunkattn.tools.bench.measure import round_name
 
 SMALL = Blocks(512, 128, 2)
 """Tiles small enough that short sequences have several."""

@@ -47,7 +47,7 @@ def metrics(of: str = "server") -> list[Any]:
     from chunkattn.engine.metrics import EngineMetrics
     from chunkattn.gateway.metrics import GatewayMetrics
     from chunkattn.server.engine_gauges import EngineGauges
-    from chunkattn.server.middleware import HttpMetrics
+    from chunkattn.web.middleware import HttpMetrics
 
     holders: tuple[Any, ...] = (EngineMetrics(), EngineGauges(), HttpMetrics())
     if of == "gateway":
@@ -69,7 +69,7 @@ def routes() -> list[tuple[str, str, str]]:
 
 def bodies() -> dict[str, Any]:
     """Return every request body by its name."""
-    from chunkattn.server.protocol import decisions, documents, generation, scoring, systemone
+    from chunkattn.schema import decisions, documents, generation, scoring, systemone
     from chunkattn.server.routes import tokens
 
     listed = (
@@ -174,7 +174,7 @@ def _command_table(name: str) -> str:
 def _option_texts() -> dict[str, str]:
     """Return the description of every option of engine and server; the help of commands has no code spans."""
     from chunkattn.config import EngineConfig
-    from chunkattn.server.options import ServerConfig
+    from chunkattn.web.options import ServerConfig
 
     return _described(ServerConfig) | _described(EngineConfig)
 
@@ -182,7 +182,7 @@ def _option_texts() -> dict[str, str]:
 def _options_table(panel: str) -> str:
     """Options of one group of `chunkattn serve`, as its dataclass has them."""
     from chunkattn.config import EngineConfig
-    from chunkattn.server.options import ServerConfig
+    from chunkattn.web.options import ServerConfig
 
     options = {option.name: option for cls in (ServerConfig, EngineConfig) for option in fields(cls)}
     texts = _option_texts()
@@ -291,15 +291,15 @@ def _body_table(name: str) -> str:
 
 def _errors_table() -> str:
     """Codes of all error answers."""
-    from chunkattn.server.error_codes import CODES
+    from chunkattn.web.error_codes import CODES
 
     return _table(("status", "`code`", "when"), *((str(code.status), f"`{code.code}`", code.when) for code in CODES))
 
 
 def _no_effect_table() -> str:
     """Fields that are accepted and have no effect, and the bodies and objects that take them."""
-    from chunkattn.server.protocol.decisions import FunctionCall, InputText
-    from chunkattn.server.protocol.generation import ContentPart, Message
+    from chunkattn.schema.decisions import FunctionCall, InputText
+    from chunkattn.schema.generation import ContentPart, Message
 
     places = {
         "completions": bodies()["CompletionBody"],

@@ -8,7 +8,7 @@ from functools import partial
 import uvicorn
 from uvicorn.server import ServerState
 
-from chunkattn.server.http import BoundedHttp, ConnectionLimits
+from chunkattn.web.http import BoundedHttp, ConnectionLimits
 
 
 @asynccontextmanager

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 from chunkattn.cli import app
 from chunkattn.config import EngineConfig
-from chunkattn.remote.group_secret import VARIABLE
-from chunkattn.server.options import ServerConfig
+from chunkattn.remote.hosts.group_secret import VARIABLE
+from chunkattn.web.options import ServerConfig
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent

@@ -24,8 +24,8 @@ from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.server.middleware import HttpMetrics
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.middleware import HttpMetrics
+from chunkattn.web.options import ServerConfig
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parent.parent

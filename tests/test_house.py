@@ -38,7 +38,7 @@ def test_the_package_needs_no_torch_and_no_plotting():
 
 def test_parsers_options_and_bodies_need_no_jax():
     """The integration in vLLM imports them in vLLM's processes."""
-    modules = "chunkattn.parsers, chunkattn.config, chunkattn.outputs, chunkattn.server.protocol.generation"
+    modules = "chunkattn.parsers, chunkattn.config, chunkattn.outputs, chunkattn.schema.generation"
     code = f"import {modules}, sys; assert not {{'jax', 'flax', 'torch', 'transformers'}} & set(sys.modules), 'heavy import'"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from chunkattn.cache.disk.store import KVStore, entry_key
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
 from chunkattn.private_files import Reserve
 from chunkattn.remote.process import _private_folder
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
 
 pytest_plugins = ["tests.small_disk"]
 

@@ -18,7 +18,7 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.remote.messages import Abort, CacheQuery, Reply, Unpin
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 
 class Engine:

@@ -27,11 +27,11 @@ from benchmarks.nvidia.workloads import CALLS, Call, Setting, calls, settings
 from chunkattn.backends import AttentionBackend, AttentionBatch, AttentionSpec, make_backend
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.shape import Shape
-from chunkattn.bench.score import matmul_rate, read_rate
 from chunkattn.config import EngineConfig
 from chunkattn.engine.scheduler import EXTRA_SPANS
 from chunkattn.engine.step_sizes import SMALLEST_STEP, bucket_for, buckets
 from chunkattn.errors import BackendError
+from chunkattn.tools.bench.score import matmul_rate, read_rate
 
 BUDGET = 8192
 """Token budget of a step, which limits the rows of a call."""

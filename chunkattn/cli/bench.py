@@ -15,7 +15,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.picture import save_picture
 
 if TYPE_CHECKING:
-    from chunkattn.bench.rag import Case
+    from chunkattn.tools.bench.rag import Case
 
 group = command_group("bench", "Compare methods in one process, or load a server.")
 
@@ -38,8 +38,8 @@ def rag(
     plot: Plot = None,
 ) -> None:
     """Measure the time to the first token of an answer from documents: plain and chunk-aware, cold and warm."""
-    from chunkattn.bench.geometry import GEOMETRIES
-    from chunkattn.bench.rag import Workload, run
+    from chunkattn.tools.bench.geometry import GEOMETRIES
+    from chunkattn.tools.bench.rag import Workload, run
 
     check_options(geometry, dtype, json_file, plot)
     numbers = (*(documents or (4, 12)), *(document_tokens or (500,)), prefix_tokens, question_tokens, repeats)
@@ -69,7 +69,7 @@ def check_options(geometry: str, dtype: str, json_file: str | None, plot: Path |
     Raises:
         ConfigError: the geometry or dtype is unknown, or a file cannot be written.
     """
-    from chunkattn.bench.geometry import GEOMETRIES
+    from chunkattn.tools.bench.geometry import GEOMETRIES
 
     if geometry not in GEOMETRIES:
         raise ConfigError(f"unknown geometry {geometry!r}; choose one of {', '.join(GEOMETRIES)}")

@@ -18,7 +18,7 @@ from chunkattn.cli.progress import Rounds
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chunkattn.bench.generate import Case, Report
+    from chunkattn.tools.bench.generate import Case, Report
 
 
 @command(group)
@@ -50,10 +50,10 @@ def gen(
     json_file: JsonFile = None,
 ) -> None:
     """Measure prefill, answers from documents, decode and scoring, and vLLM beside them."""
-    from chunkattn.bench.cases import CASES, Sizes
-    from chunkattn.bench.generate import run
-    from chunkattn.bench.geometry import GEOMETRIES, default_block_size
-    from chunkattn.bench.score import Workload
+    from chunkattn.tools.bench.cases import CASES, Sizes
+    from chunkattn.tools.bench.generate import run
+    from chunkattn.tools.bench.geometry import GEOMETRIES, default_block_size
+    from chunkattn.tools.bench.score import Workload
 
     check_options(geometry, dtype, json_file, None)
     if unknown := set(case or ()) - set(CASES):

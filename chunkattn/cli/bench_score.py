@@ -19,8 +19,8 @@ from chunkattn.picture import save_picture
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from chunkattn.bench.peers import PeerCase
-    from chunkattn.bench.score import Case, Workload
+    from chunkattn.tools.bench.peers import PeerCase
+    from chunkattn.tools.bench.score import Case, Workload
 
 _COLORS = {
     "serial": "#8a8a8a",
@@ -55,9 +55,9 @@ def score(
     plot: Annotated[Path | None, typer.Option("--png", "--plot", help="File for a plot (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Measure scoring by every algorithm: one query and many items, with a cold and with a cached query."""
-    from chunkattn.bench.geometry import GEOMETRIES, default_block_size
-    from chunkattn.bench.peers import PEERS, time_peer
-    from chunkattn.bench.score import IN_ORDER, Workload, run
+    from chunkattn.tools.bench.geometry import GEOMETRIES, default_block_size
+    from chunkattn.tools.bench.peers import PEERS, time_peer
+    from chunkattn.tools.bench.score import IN_ORDER, Workload, run
 
     check_options(geometry, dtype, json_file, plot)
     if unknown := set(algorithm or ()) - set(IN_ORDER):
@@ -93,7 +93,7 @@ def score(
 
 
 def _workload(case: Case | PeerCase) -> Workload:
-    from chunkattn.bench.score import Workload
+    from chunkattn.tools.bench.score import Workload
 
     return Workload(case.query, case.items, case.item_len)
 

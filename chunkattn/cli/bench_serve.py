@@ -16,17 +16,17 @@ import typer
 from rich.table import Table
 
 import chunkattn
-from chunkattn.bench.load.client import Client
-from chunkattn.bench.load.server import Server
-from chunkattn.bench.load.summary import Objective, Spread, Summary
-from chunkattn.bench.load.sweep import Plan, random_seed, served_model, sweep, tokenizer_of
-from chunkattn.bench.load.workloads import GENERATIONS, SCORINGS, Form, Workload
 from chunkattn.cli.bench import JsonFile, check_files, group
 from chunkattn.cli.common import command, console, figures, print_lines, write_json
 from chunkattn.cli.environment import processor
 from chunkattn.cli.options import check_positive, with_options
 from chunkattn.cli.progress import say
 from chunkattn.errors import ChunkAttnError, ConfigError
+from chunkattn.tools.load.client import Client
+from chunkattn.tools.load.server import Server
+from chunkattn.tools.load.summary import Objective, Spread, Summary
+from chunkattn.tools.load.sweep import Plan, random_seed, served_model, sweep, tokenizer_of
+from chunkattn.tools.load.workloads import GENERATIONS, SCORINGS, Form, Workload
 
 _WORKLOADS = ("rag-8x100", "rerank-10x300")
 _OTHER_FILES = 64
@@ -71,7 +71,7 @@ class Target:
         if self.geometry is not None:
             if self.model is not None:
                 raise ConfigError("give --model or --geometry, not both")
-            from chunkattn.bench.geometry import GEOMETRIES
+            from chunkattn.tools.bench.geometry import GEOMETRIES
 
             if self.geometry not in GEOMETRIES:
                 raise ConfigError(f"unknown geometry {self.geometry!r}; choose one of {', '.join(GEOMETRIES)}")
@@ -100,7 +100,7 @@ class Target:
         with TemporaryDirectory() as folder:
             model, options = self.model, [*self.server_option]
             if self.geometry is not None:
-                from chunkattn.bench.geometry import save_model
+                from chunkattn.tools.bench.geometry import save_model
 
                 say(f"writing a model of the shape of {self.geometry}")
                 save_model(self.geometry, Path(folder))

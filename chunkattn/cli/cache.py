@@ -169,7 +169,7 @@ def _salt_of(name: str, file: str | None, cache_salt: str | None) -> str:
         RequestError: there is no key file, or a salt is given too.
         ConfigError: the file cannot be read, or has no such name.
     """
-    from chunkattn.server.keys import Keys
+    from chunkattn.web.keys import Keys
 
     if file is None:
         raise RequestError("--api-key-name needs --api-key-file")

@@ -77,7 +77,7 @@ def read_side(given: str, parser: PromptParser, tokenizer: PreTrainedTokenizerBa
 def _of_body(given: dict[str, Any], parser: PromptParser, tokenizer: PreTrainedTokenizerBase) -> Side:
     from pydantic import ValidationError
 
-    from chunkattn.server.protocol.generation import ChatBody, CompletionBody, named_documents
+    from chunkattn.schema.generation import ChatBody, CompletionBody, named_documents
 
     try:
         if "messages" in given:

@@ -12,7 +12,7 @@ from chunkattn.cli.common import check_file, check_overwrites
 from chunkattn.errors import ConfigError
 
 if TYPE_CHECKING:
-    from chunkattn.evaluation.data import Decisions, Question, Ranking
+    from chunkattn.tools.eval.data import Decisions, Question, Ranking
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ def take_data(path: Path, limit: int | None, options: dict[str, Any]) -> EvalDat
         ConfigError: an option is bad, or needs a recipe.
         RequestError: the file is bad, or has too few questions for the recipe.
     """
-    from chunkattn.evaluation.data import questions_from, read_data
-    from chunkattn.evaluation.recipes import Recipe, make_lines, read_source
+    from chunkattn.tools.eval.data import questions_from, read_data
+    from chunkattn.tools.eval.recipes import Recipe, make_lines, read_source
 
     given = {name: value for name in RecipeOptions.__annotations__ if (value := options.pop(name)) is not None}
     if "recipe" not in given:

@@ -36,11 +36,11 @@ from chunkattn.errors import ConfigError, RequestError
 from chunkattn.picture import save_picture
 
 if TYPE_CHECKING:
-    from chunkattn.evaluation.data import Decisions, Question, Ranking
-    from chunkattn.evaluation.measures import Mean
-    from chunkattn.evaluation.report import Row
-    from chunkattn.evaluation.results import Results
     from chunkattn.llm import LLM
+    from chunkattn.tools.eval.data import Decisions, Question, Ranking
+    from chunkattn.tools.eval.measures import Mean
+    from chunkattn.tools.eval.report import Row
+    from chunkattn.tools.eval.results import Results
 
 Data = Annotated[
     Path,
@@ -94,10 +94,10 @@ def evaluate(
 ) -> None:
     """Measure a model's loss to isolated documents on your questions, or how well it ranks documents or makes decisions."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.data import Decisions, Question, Ranking
-    from chunkattn.evaluation.measures import check_ranking_measures
-    from chunkattn.evaluation.report import as_json
-    from chunkattn.evaluation.results import Results
+    from chunkattn.tools.eval.data import Decisions, Question, Ranking
+    from chunkattn.tools.eval.measures import check_ranking_measures
+    from chunkattn.tools.eval.report import as_json
+    from chunkattn.tools.eval.results import Results
 
     check_files(json_file, plot)
     check_positive({"limit": limit})
@@ -133,9 +133,9 @@ def evaluate(
 def _answer(
     llm: LLM, questions: Sequence[Question], known: Results, max_tokens: int, top_n: int, scores: Sequence[str]
 ) -> tuple[list[Row], str]:
-    from chunkattn.evaluation.conditions import conditions_for, focus_conditions, tokenize
-    from chunkattn.evaluation.examiner import Examiner
-    from chunkattn.evaluation.report import compare, conclusion, focus_hint
+    from chunkattn.tools.eval.conditions import conditions_for, focus_conditions, tokenize
+    from chunkattn.tools.eval.examiner import Examiner
+    from chunkattn.tools.eval.report import compare, conclusion, focus_hint
 
     calibration = llm.config.calibration
     gold = all(question.gold is not None for question in questions)
@@ -153,8 +153,8 @@ def _answer(
 
 
 def _rank(llm: LLM, rankings: Sequence[Ranking], known: Results) -> tuple[list[Row], str]:
-    from chunkattn.evaluation.rankings import measured, rank
-    from chunkattn.evaluation.report import compare_rankings, ranking_conclusion
+    from chunkattn.tools.eval.rankings import measured, rank
+    from chunkattn.tools.eval.report import compare_rankings, ranking_conclusion
 
     with Steps("queries", len(rankings)) as steps:
         orders = rank(llm, rankings, known, steps.advance)
@@ -164,7 +164,7 @@ def _rank(llm: LLM, rankings: Sequence[Ranking], known: Results) -> tuple[list[R
 
 
 def _decide(llm: LLM, lines: Sequence[Decisions], known: Results, variables: dict[str, Any] | None) -> tuple[list[Row], str]:
-    from chunkattn.evaluation.decisions import compare, conclusion, examine, ways_of
+    from chunkattn.tools.eval.decisions import compare, conclusion, examine, ways_of
 
     with Steps("states", len(lines)) as steps:
         rows = compare(lines, examine(llm, lines, ways_of(llm), known, steps.advance, variables))
@@ -194,14 +194,14 @@ def calibrate(
 ) -> None:
     """Find a model's chunk gap, temperature and scale, or its calibration of labels, on half of your data; measure the rest."""
     log_to_stderr(verbose)
-    from chunkattn.evaluation.calibrate import calibrate as find
-    from chunkattn.evaluation.calibrate import few_questions, halves_of
-    from chunkattn.evaluation.conditions import tokenize
-    from chunkattn.evaluation.data import Decisions, Question
-    from chunkattn.evaluation.examiner import Examiner
-    from chunkattn.evaluation.report import as_json, compare
-    from chunkattn.evaluation.results import Results
-    from chunkattn.evaluation.search import GAPS
+    from chunkattn.tools.eval.calibrate import calibrate as find
+    from chunkattn.tools.eval.calibrate import few_questions, halves_of
+    from chunkattn.tools.eval.conditions import tokenize
+    from chunkattn.tools.eval.data import Decisions, Question
+    from chunkattn.tools.eval.examiner import Examiner
+    from chunkattn.tools.eval.report import as_json, compare
+    from chunkattn.tools.eval.results import Results
+    from chunkattn.tools.eval.search import GAPS
 
     check_files(json_file, plot)
     check_positive({"limit": limit})
@@ -275,8 +275,8 @@ def _fit_labels(
     variables: dict[str, Any] | None,
 ) -> None:
     """Fit the calibration of labels, print its table, and write what the other half shows to be a gain."""
-    from chunkattn.evaluation.decisions import examine
-    from chunkattn.evaluation.labels import SOURCES, calibrate_labels, notes_of, samples_of
+    from chunkattn.tools.eval.decisions import examine
+    from chunkattn.tools.eval.labels import SOURCES, calibrate_labels, notes_of, samples_of
 
     with Steps("states", len(lines)) as steps:
         given = examine(llm, lines, SOURCES, known, steps.advance, variables)
@@ -322,7 +322,7 @@ def _name(model: str | None) -> str:
 
 def _show(rows: Sequence[Row], title: str, said: str, report: dict[str, Any], json_file: str | None, plot: Path | None) -> None:
     """Print tables and conclusion, or the JSON alone, and write the files."""
-    from chunkattn.evaluation.chart import draw
+    from chunkattn.tools.eval.chart import draw
 
     shown = write_json(report, json_file)
     if shown:
@@ -335,7 +335,7 @@ def _show(rows: Sequence[Row], title: str, said: str, report: dict[str, Any], js
 
 def _tables(rows: Sequence[Row], title: str) -> list[Table]:
     """Return a table of log-probabilities and a table of the other measures, as far as the rows have them."""
-    from chunkattn.evaluation.report import CONTAINED, LOGPROB
+    from chunkattn.tools.eval.report import CONTAINED, LOGPROB
 
     names = list(dict.fromkeys(name for row in rows for name in row.means if name != LOGPROB))
     compared = next(([name] for name in ("NDCG@10", "accuracy") if name in names), ["F1", CONTAINED])

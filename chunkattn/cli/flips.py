@@ -11,17 +11,17 @@ import typer
 from rich.table import Table
 
 import chunkattn
-from chunkattn.bench.flips.conditions import measure
-from chunkattn.bench.flips.questions import Plan
-from chunkattn.bench.flips.replies import Tally, verdict
-from chunkattn.bench.load.client import Client
-from chunkattn.bench.load.sweep import is_ours, label_ids, random_seed, served_model, tokenizer_of
-from chunkattn.bench.load.workloads import GENERATIONS, LABELLED, SCORINGS, WORDS, Texts
 from chunkattn.cli.bench import JsonFile, check_files
 from chunkattn.cli.common import Tokenizer, app, command, console, figures, print_lines, write_json
 from chunkattn.cli.options import check_positive, with_options
 from chunkattn.cli.progress import say
 from chunkattn.errors import ChunkAttnError, ConfigError
+from chunkattn.tools.flips.conditions import measure
+from chunkattn.tools.flips.questions import Plan
+from chunkattn.tools.flips.replies import Tally, verdict
+from chunkattn.tools.load.client import Client
+from chunkattn.tools.load.sweep import is_ours, label_ids, random_seed, served_model, tokenizer_of
+from chunkattn.tools.load.workloads import GENERATIONS, LABELLED, SCORINGS, WORDS, Texts
 
 _NONE = "none"
 _DIFFERENT = 1

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 if TYPE_CHECKING:
-    from chunkattn.evaluation.search import Trial
+    from chunkattn.tools.eval.search import Trial
 
 
 class TrialLog:

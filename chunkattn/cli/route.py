@@ -10,7 +10,7 @@ from chunkattn.cli.common import app, command
 from chunkattn.cli.options import check_keys, with_options
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.options import options_of
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 _SERVER = (
     "host port api_key api_key_file metrics_key request_timeout_s max_body_bytes max_body_bytes_per_client drain_timeout_s "

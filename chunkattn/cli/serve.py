@@ -13,7 +13,7 @@ from chunkattn.cli.options import check_keys, with_options
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.options import options_of
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 _PANELS = {
     "Model": "tokenizer revision skip_tokenizer_init generation_config dtype attention_backend seed max_logprobs",
@@ -104,7 +104,7 @@ def serve(
         raise ConfigError(f"--replicas {replicas} needs --num-hosts 1: a replica runs on one machine")
     if options["host_index"]:
         from chunkattn.remote.follow import follow
-        from chunkattn.server.listening import set_up_logs
+        from chunkattn.web.listening import set_up_logs
 
         set_up_logs(server["log_format"])
         follow({"model": model, **options})

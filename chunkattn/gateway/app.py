@@ -12,24 +12,24 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from chunkattn.documents.records import DocumentRecords
 from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.forget import FORGET, forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
+from chunkattn.gateway.policy import POLICIES
 from chunkattn.gateway.relay import CutError, Relay
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
-from chunkattn.routing.document_records import DocumentRecords
-from chunkattn.routing.keys import RERANK_PATHS
-from chunkattn.routing.policy import POLICIES
-from chunkattn.server.body_shares import BodyShares
-from chunkattn.server.cors import cors_options
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Keys, Shares
-from chunkattn.server.middleware import METRICS_PATH, OPEN_PATHS, REPORT_PATH, Gate, HttpMetrics, route_path
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.body_shares import BodyShares
+from chunkattn.web.cors import cors_options
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Keys, Shares
+from chunkattn.web.middleware import METRICS_PATH, OPEN_PATHS, REPORT_PATH, Gate, HttpMetrics, route_path
+from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import RERANK_PATHS
 
 _DOCUMENTS_PATH = "/v1/cache/documents"
 _MOST_PLACES = 1 << 30

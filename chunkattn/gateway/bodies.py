@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 from starlette.types import Receive, Scope
 
-from chunkattn.server.content_codings import codings_of, expanded
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Caller
+from chunkattn.web.content_codings import codings_of, expanded
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Caller
 
 _SMALL_BODY = 1 << 16
 """Size in bytes up to which a body does not count in `max_body_bytes_per_client`."""

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
+from chunkattn.documents.records import DocumentRecord
 from chunkattn.gateway.document_places import Answer
-from chunkattn.routing.document_records import DocumentRecord
-from chunkattn.server.errors import ApiError, api_error
+from chunkattn.web.errors import ApiError, api_error
 
 _SHOWN_CHARS = 1024
 """Characters of a prefix that an entry shows while no replica can be asked."""

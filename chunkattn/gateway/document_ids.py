@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from chunkattn.routing.document_records import DocumentRecord
-from chunkattn.routing.keys import RERANK_PATHS
-from chunkattn.server.errors import ApiError
+from chunkattn.documents.records import DocumentRecord
+from chunkattn.web.errors import ApiError
+from chunkattn.web.paths import RERANK_PATHS
 
 _CHUNKS = ("/v1/completions", "/inspect")
 _DOCUMENTS = ("/v1/chat/completions", "/v1/decisions", "/v1/systemone")

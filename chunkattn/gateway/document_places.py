@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlencode
 from weakref import WeakKeyDictionary
 
+from chunkattn.documents.records import DocumentRecord, DocumentRecords
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import error_code
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords
-from chunkattn.routing.keys import keys_of
+from chunkattn.schema.piece_keys import keys_of
 
 logger = logging.getLogger(__name__)
 

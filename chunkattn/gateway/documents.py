@@ -18,19 +18,19 @@ from urllib.parse import parse_qs
 from starlette.types import Receive, Send
 from starlette.types import Scope as ASGIScope
 
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
 from chunkattn.gateway.bodies import expanded_body, read_body
 from chunkattn.gateway.document_answers import RefusedError, decoded, entry, renumbered, settled, unavailable, validated
 from chunkattn.gateway.document_ids import salt_of, with_texts
 from chunkattn.gateway.document_places import DOCUMENTS, Answer, Credentials, Owners, Places
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import is_passing, retried
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
-from chunkattn.server.content_codings import codings_of
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Keys
-from chunkattn.server.middleware import route_path
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.protocol.documents import CacheBody, ChangeBody
+from chunkattn.schema.documents import CacheBody, ChangeBody
+from chunkattn.web.content_codings import codings_of
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Keys
+from chunkattn.web.middleware import route_path
+from chunkattn.web.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 

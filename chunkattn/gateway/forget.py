@@ -9,13 +9,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope
 
 from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
+from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.relay import outgoing_headers
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import is_passing, retried
 from chunkattn.gateway.time_limit import TimeLimitError, time_limit
-from chunkattn.routing.keys import keys_of
-from chunkattn.routing.policy import Policy
-from chunkattn.server.errors import ApiError
+from chunkattn.schema.piece_keys import keys_of
+from chunkattn.web.errors import ApiError
 
 FORGET = "/v1/cache/forget"
 _STORED = "/v1/cache/documents"

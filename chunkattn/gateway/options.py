@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError
+from chunkattn.gateway.policy import POLICIES
 from chunkattn.options import take_paths
-from chunkattn.routing.policy import POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)

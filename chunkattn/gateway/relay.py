@@ -15,16 +15,16 @@ from starlette.types import Message, Receive, Scope, Send
 from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
+from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.replicas import BadStatusError, NotSentError, Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import NOT_BEGUN, error_code, pause_s
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.time_limit import ClientLeftError, TimeLimitError, time_limit
 from chunkattn.gateway.watch import Watch
 from chunkattn.request_record import RECORD
-from chunkattn.routing.keys import Keys, keys_of
-from chunkattn.routing.policy import Policy
-from chunkattn.server.errors import ApiError
-from chunkattn.server.middleware import REPLICA_HEADER
+from chunkattn.schema.piece_keys import Keys, keys_of
+from chunkattn.web.errors import ApiError
+from chunkattn.web.middleware import REPLICA_HEADER
 
 _REPLICA = REPLICA_HEADER.encode()
 _ONE_HOP = frozenset(b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade expect".split())

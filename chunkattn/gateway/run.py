@@ -11,10 +11,10 @@ from dataclasses import replace
 from chunkattn.gateway.app import Gateway
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.server.keys import KeyReloader
-from chunkattn.server.listening import Listener, listen, run, set_up_logs, url_of
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.tracing import set_up_tracing
+from chunkattn.web.keys import KeyReloader
+from chunkattn.web.listening import Listener, listen, run, set_up_logs, url_of
+from chunkattn.web.options import ServerConfig
+from chunkattn.web.tracing import set_up_tracing
 
 
 def route(urls: Sequence[str], options: GatewayOptions, config: ServerConfig) -> None:

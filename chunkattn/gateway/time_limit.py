@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from starlette.types import Receive
 
-from chunkattn.server.errors import ApiError
+from chunkattn.web.errors import ApiError
 
 
 class TimeLimitError(ApiError):

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from chunkattn.gateway.options import GatewayOptions
+from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.replicas import ReplicaGoneError, Replicas, Report
-from chunkattn.routing.policy import Policy
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from chunkattn.engine.messages import (
 from chunkattn.errors import ChunkAttnError, EngineDeadError, QueueFullError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.remote import messages as wire
-from chunkattn.remote.group_secret import read_secret
+from chunkattn.remote.hosts.group_secret import read_secret
 from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.process import WorkerProcess, describe_exit
 from chunkattn.request_record import RECORD

@@ -20,9 +20,9 @@ from chunkattn.engine.messages import CachedTokens, GenerateRequest, PrecomputeR
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.logs import make_handler, since_start
 from chunkattn.remote import messages as wire
-from chunkattn.remote.first_host import FirstHost
-from chunkattn.remote.group_messages import End
-from chunkattn.remote.other_host import OtherHost
+from chunkattn.remote.hosts.first_host import FirstHost
+from chunkattn.remote.hosts.group_messages import End
+from chunkattn.remote.hosts.other_host import OtherHost
 from chunkattn.remote.watchdog import StepClock
 
 if TYPE_CHECKING:

@@ -16,9 +16,7 @@ from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.choice import shortest
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Caller
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody, focus_of, named_documents
+from chunkattn.schema.generation import ChatBody, CompletionBody, focus_of, named_documents
 from chunkattn.server.state import ServerState, new_id
 from chunkattn.server.stored_document import StoredDocument
 from chunkattn.server.texts import (
@@ -31,6 +29,8 @@ from chunkattn.server.texts import (
     token_name,
     usage,
 )
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Caller
 
 
 class Answer(ABC):

@@ -10,13 +10,13 @@ from starlette.types import Receive, Scope, Send
 
 import chunkattn
 from chunkattn.errors import ConfigError
-from chunkattn.server import errors
-from chunkattn.server.cors import cors_options
-from chunkattn.server.middleware import METRICS_PATH, Gate, HeadAsGet
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.routes import decisions, documents, generation, page, reports, scoring, status, systemone, tokens
-from chunkattn.server.routing import RouteTable
 from chunkattn.server.state import ServerState
+from chunkattn.web import errors
+from chunkattn.web.cors import cors_options
+from chunkattn.web.middleware import METRICS_PATH, Gate, HeadAsGet
+from chunkattn.web.options import ServerConfig
+from chunkattn.web.route_table import RouteTable
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM

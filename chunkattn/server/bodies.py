@@ -19,12 +19,12 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from chunkattn.server.cache_report import Noted
-from chunkattn.server.content_codings import codings_of, expanded
-from chunkattn.server.errors import ApiError
-from chunkattn.server.json_shape import Shape, measure
-from chunkattn.server.keys import Caller
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
+from chunkattn.web.content_codings import codings_of, expanded
+from chunkattn.web.errors import ApiError
+from chunkattn.web.json_shape import Shape, measure
+from chunkattn.web.keys import Caller
+from chunkattn.web.options import ServerConfig
 
 SMALL_BODY = 1 << 16
 """Bytes up to which a body takes nothing of its client's share, and is decoded on the event loop if it has few values."""

@@ -11,13 +11,13 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
+from chunkattn.documents.records import Prefix
 from chunkattn.errors import ChunkAttnError
-from chunkattn.routing.document_records import Prefix
-from chunkattn.routing.keys import keys_of
-from chunkattn.routing.ledger import Ledger
+from chunkattn.schema.documents import CacheBody
+from chunkattn.schema.generation import ChatBody, CompletionBody, DocumentOrId
+from chunkattn.schema.ledger import Ledger
+from chunkattn.schema.piece_keys import keys_of
 from chunkattn.server.contents import Contents
-from chunkattn.server.protocol.documents import CacheBody
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody, DocumentOrId
 from chunkattn.server.stored_document import Content, as_bytes
 
 if TYPE_CHECKING:

@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from chunkattn.server.contents import Contents
-from chunkattn.server.errors import ApiError
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.stored_document import Content, StoredDocument, count_ids
+from chunkattn.web.errors import ApiError
+from chunkattn.web.options import ServerConfig
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM

@@ -9,13 +9,13 @@ from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any, Protocol
 
 from chunkattn.calls.precompute import PrecomputeJob
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, RecordsError
 from chunkattn.errors import ChunkAttnError, EngineError, QueueFullError, RequestError
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError
 from chunkattn.server.document_pins import Pins
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Keys
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.stored_document import StoredDocument, as_bytes
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Keys
+from chunkattn.web.options import ServerConfig
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM

@@ -12,16 +12,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, RecordsError, Scope
 from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, RecordsError, Scope
 from chunkattn.server.contents import Contents
 from chunkattn.server.document_pins import Pins
 from chunkattn.server.document_restore import pin_again, prefix_of, restore
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Keys
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.stored_document import Content, StoredDocument, as_bytes
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Keys
+from chunkattn.web.options import ServerConfig
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM

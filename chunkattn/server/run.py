@@ -16,10 +16,10 @@ from typing import Any
 from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.server.app import create_app
-from chunkattn.server.keys import KeyReloader
-from chunkattn.server.listening import Listener, listen, run, set_up_logs, url_of
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.tracing import set_up_tracing
+from chunkattn.web.keys import KeyReloader
+from chunkattn.web.listening import Listener, listen, run, set_up_logs, url_of
+from chunkattn.web.options import ServerConfig
+from chunkattn.web.tracing import set_up_tracing
 
 logger = logging.getLogger(__name__)
 

@@ -13,20 +13,20 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
 
+from chunkattn.documents.records import DocumentRecords
 from chunkattn.fair_threads import FairThreads
 from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
 from chunkattn.request_record import RECORD
-from chunkattn.routing.document_records import DocumentRecords
-from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.cache_report import CacheReports
 from chunkattn.server.document_store import Documents
 from chunkattn.server.engine_gauges import EngineGauges
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Caller, Keys, Shares
-from chunkattn.server.middleware import HttpMetrics
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.texts import TokenTexts
+from chunkattn.web.body_shares import BodyShares
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Caller, Keys, Shares
+from chunkattn.web.middleware import HttpMetrics
+from chunkattn.web.options import ServerConfig
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM

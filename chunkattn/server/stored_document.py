@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from chunkattn.routing.document_records import DocumentRecord
+from chunkattn.documents.records import DocumentRecord
 
 if TYPE_CHECKING:
     from chunkattn.outputs import RequestOutput

@@ -14,7 +14,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.outputs import CompletionOutput, FocusOutput, Logprob, RequestOutput
-from chunkattn.server.errors import ApiError
+from chunkattn.web.errors import ApiError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

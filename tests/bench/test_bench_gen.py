@@ -10,15 +10,15 @@ import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
-from chunkattn.bench import cases, generate, geometry, peer_script, peers
-from chunkattn.bench.cases import GenerateBench, Sizes
-from chunkattn.bench.generate import Case, run
-from chunkattn.bench.peer_script import DecodeClock
-from chunkattn.bench.peers import PeerError, PeerProcess
-from chunkattn.bench.score import Workload, needed_flops
 from chunkattn.cli import app
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.rope.positions import make_layout
+from chunkattn.tools.bench import cases, generate, geometry, peer_script, peers
+from chunkattn.tools.bench.cases import GenerateBench, Sizes
+from chunkattn.tools.bench.generate import Case, run
+from chunkattn.tools.bench.peer_script import DecodeClock
+from chunkattn.tools.bench.peers import PeerError, PeerProcess
+from chunkattn.tools.bench.score import Workload, needed_flops
 
 TINY = Qwen3Config(
     architectures=["Qwen3ForCausalLM"],

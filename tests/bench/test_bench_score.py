@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from benchmarks.document_first import measure as measure_documents
 from benchmarks.score_auto import Query, draw
 from benchmarks.score_auto import measure as measure_auto
-from chunkattn.bench import geometry
-from chunkattn.bench.measure import peak_bytes, reset_peak, resident_bytes
-from chunkattn.bench.peers import time_peer
-from chunkattn.bench.score import Case, ScoreBench, Workload, needed_flops, run
 from chunkattn.cli import app
+from chunkattn.tools.bench import geometry
+from chunkattn.tools.bench.measure import peak_bytes, reset_peak, resident_bytes
+from chunkattn.tools.bench.peers import time_peer
+from chunkattn.tools.bench.score import Case, ScoreBench, Workload, needed_flops, run
 
 ROOT = Path(__file__).parents[2]
 TINY = Qwen3Config(

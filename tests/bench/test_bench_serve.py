@@ -17,15 +17,15 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks.random_model import name_all_ids
-from chunkattn.bench.load.answers import Caller
-from chunkattn.bench.load.client import Client
-from chunkattn.bench.load.open_loop import OK, Record, Run, poisson, run
-from chunkattn.bench.load.summary import Objective, Spread, summarize
-from chunkattn.bench.load.workloads import WORDS, Form, Source, Texts, Workload
 from chunkattn.cli import app
 from chunkattn.models.loader import load_tokenizer
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody
-from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
+from chunkattn.schema.generation import ChatBody, CompletionBody
+from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
+from chunkattn.tools.load.answers import Caller
+from chunkattn.tools.load.client import Client
+from chunkattn.tools.load.open_loop import OK, Record, Run, poisson, run
+from chunkattn.tools.load.summary import Objective, Spread, summarize
+from chunkattn.tools.load.workloads import WORDS, Form, Source, Texts, Workload
 from tests.virtual_time import VirtualLoop, run_virtually
 
 # The schedule

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from chunkattn.bench.flips.replies import Tally, Tokens, read_scores, read_tokens, verdict
 from chunkattn.cli import app
 from chunkattn.errors import EngineError
+from chunkattn.tools.flips.replies import Tally, Tokens, read_scores, read_tokens, verdict
 from tests.server_helpers import SMALL as SERVER
 from tests.server_helpers import ServerProcess
 

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks import focus, focus_quality
 from chunkattn.calibration import Calibration
-from chunkattn.evaluation.conditions import Condition
 from chunkattn.focus import MODES
+from chunkattn.tools.eval.conditions import Condition
 from training.world import SYLLABLES
 
 pytestmark = pytest.mark.ci

@@ -16,8 +16,8 @@ from benchmarks.nvidia import kernel_times
 from benchmarks.nvidia.workloads import Call, Setting, calls, settings
 from chunkattn.backends import AttentionSpec
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
-from chunkattn.bench.geometry import default_block_size
-from chunkattn.bench.score import ScoreBench
+from chunkattn.tools.bench.geometry import default_block_size
+from chunkattn.tools.bench.score import ScoreBench
 
 ROOT = Path(__file__).parents[2]
 CPU = {"name": "cpu", "platform": "cpu"}

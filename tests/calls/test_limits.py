@@ -26,14 +26,14 @@ from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.models.loader import open_files
 from chunkattn.parsers import arguments
 from chunkattn.parsers.encode import PartEncoder
+from chunkattn.schema.documents import CacheBody
+from chunkattn.schema.generation import ChatBody, CompletionBody
+from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.server.answers import Completion
-from chunkattn.server.errors import ApiError
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.protocol.documents import CacheBody
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody
-from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.server.routes import documents, generation, scoring
 from chunkattn.server.state import ServerState
+from chunkattn.web.errors import ApiError
+from chunkattn.web.options import ServerConfig
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ from chunkattn.parsers.arguments import check_ids
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.app import create_app
 from chunkattn.server.document_store import Documents
-from chunkattn.server.errors import api_error
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.errors import api_error
+from chunkattn.web.options import ServerConfig
 
 LENGTH, CHUNK, CHUNKS, ITEMS, CALL = 256, 100, 6, 8, 900
 TOO_LONG, INVALID = "context_length_exceeded", "invalid_value"

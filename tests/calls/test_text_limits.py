@@ -10,7 +10,7 @@ from chunkattn.fair_threads import AbandonedError
 from chunkattn.parsers import encode
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -18,7 +18,7 @@ from chunkattn.calls.score_inputs import ScoreOptions
 from chunkattn.cli import app
 from chunkattn.config import EngineConfig
 from chunkattn.options import descriptions, options_of
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 from tests.patience import PATIENCE_S
 
 

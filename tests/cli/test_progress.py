@@ -12,11 +12,11 @@ import pytest
 from rich.console import Console
 
 from chunkattn import LLM, SamplingParams
-from chunkattn.bench.measure import round_name
 from chunkattn.cli import progress
 from chunkattn.cli.common import log_to_stderr
 from chunkattn.cli.progress import Rounds, timed
 from chunkattn.engine.programs import ProgramCounts
+from chunkattn.tools.bench.measure import round_name
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +73,7 @@ sys.modules["torch"] = None
         "import transformers",
         "import chunkattn; import transformers",
         "from chunkattn.server import texts",
-        "from chunkattn.bench import geometry",
+        "from chunkattn.tools.bench import geometry",
         "from chunkattn.cli import app; app(['inspect', 'a # # b # # c'], standalone_mode=False)",
     ],
 )

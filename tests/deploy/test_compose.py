@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from chunkattn.cli import app
 from chunkattn.config import make_config
-from chunkattn.server.middleware import METRICS_PATH
+from chunkattn.web.middleware import METRICS_PATH
 from tests.deploy.test_dashboard import DASHBOARD
 
 ROOT = Path(__file__).parents[2]

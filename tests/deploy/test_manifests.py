@@ -15,8 +15,8 @@ from chunkattn.cli import app
 from chunkattn.config import make_config
 from chunkattn.errors import ConfigError
 from chunkattn.integrations.vllm.serve import chunk_arguments
-from chunkattn.server.keys import Keys
-from chunkattn.server.middleware import OPEN_PATHS
+from chunkattn.web.keys import Keys
+from chunkattn.web.middleware import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))

@@ -9,7 +9,7 @@ import yaml
 
 from chunkattn.integrations.ray import SUPPORTED
 from chunkattn.integrations.ray.options import AppOptions, environment
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 ROOT = Path(__file__).parents[2]
 SECRET, SERVICE = yaml.safe_load_all((ROOT / "deploy" / "kuberay" / "rayservice.yaml").read_text(encoding="utf-8"))

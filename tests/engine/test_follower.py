@@ -14,7 +14,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.follower import Follower
 from chunkattn.engine.host_calls import Forward, HostCall, ReadClasses
 from chunkattn.models.loader import open_files
-from chunkattn.remote.group_messages import call_frames
+from chunkattn.remote.hosts.group_messages import call_frames
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, OPTIONS, Answers
 

@@ -10,8 +10,8 @@ from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server import run
 from chunkattn.server.app import create_app
-from chunkattn.server.listening import listen
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.listening import listen
+from chunkattn.web.options import ServerConfig
 from tests.patience import PATIENCE_S
 
 pytest_plugins = ["tests.told_engine"]

@@ -14,13 +14,13 @@ from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.cli import app
 from chunkattn.decisions import ChoiceAnswer, PredicateAnswer
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.evaluation.chart import draw
-from chunkattn.evaluation.data import Decisions, read_data
-from chunkattn.evaluation.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
-from chunkattn.evaluation.labels import SOURCES, Sample, calibrate_labels, fit, log_loss, samples_of
-from chunkattn.evaluation.recipes import Passage
-from chunkattn.evaluation.results import Results
 from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.tools.eval.chart import draw
+from chunkattn.tools.eval.data import Decisions, read_data
+from chunkattn.tools.eval.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
+from chunkattn.tools.eval.labels import SOURCES, Sample, calibrate_labels, fit, log_loss, samples_of
+from chunkattn.tools.eval.recipes import Passage
+from chunkattn.tools.eval.results import Results
 
 PREDICATE = {"predicate": "Ana writes.", "name": "ana"}
 CHOICE = {"choice": "Who?", "options": ["Ana", True, {"value": "true", "description": "d"}]}

@@ -19,18 +19,18 @@ from chunkattn.cli import app
 from chunkattn.cli.common import check_file
 from chunkattn.config import make_config
 from chunkattn.errors import ConfigError, EngineError, RequestError
-from chunkattn.evaluation.calibrate import Found, Halves, halves_of
-from chunkattn.evaluation.calibrate import calibrate as search_and_report
-from chunkattn.evaluation.chart import draw
-from chunkattn.evaluation.conditions import NONE, Condition, conditions_for, tokenize
-from chunkattn.evaluation.data import Question, Ranking, read_data
-from chunkattn.evaluation.examiner import Examiner
-from chunkattn.evaluation.measures import containment, exact_match, mean_of, normalized, ranking_measures, token_f1
-from chunkattn.evaluation.report import LOGPROB, as_json, compare, compare_rankings, conclusion, ranking_conclusion
-from chunkattn.evaluation.results import Results
-from chunkattn.evaluation.search import WEIGHTS, Trial, search
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.parsers import PromptParser
+from chunkattn.tools.eval.calibrate import Found, Halves, halves_of
+from chunkattn.tools.eval.calibrate import calibrate as search_and_report
+from chunkattn.tools.eval.chart import draw
+from chunkattn.tools.eval.conditions import NONE, Condition, conditions_for, tokenize
+from chunkattn.tools.eval.data import Question, Ranking, read_data
+from chunkattn.tools.eval.examiner import Examiner
+from chunkattn.tools.eval.measures import containment, exact_match, mean_of, normalized, ranking_measures, token_f1
+from chunkattn.tools.eval.report import LOGPROB, as_json, compare, compare_rankings, conclusion, ranking_conclusion
+from chunkattn.tools.eval.results import Results
+from chunkattn.tools.eval.search import WEIGHTS, Trial, search
 from tests.checkpoints import Oracle
 from training.world import PREFIX, World
 
@@ -357,7 +357,7 @@ def test_gaps_leave_room_for_answers_as_long_as_evals(tmp_path, monkeypatch):
         raise ConfigError("seen")
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("chunkattn.evaluation.examiner.Examiner", examine)
+    monkeypatch.setattr("chunkattn.tools.eval.examiner.Examiner", examine)
     for options in ([], ["--max-tokens", "8"]):
         command = ["calibrate", str(data), "--kv-cache-memory-bytes", str(POOL), *options]
         assert CliRunner().invoke(app, command).exit_code == 2

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from chunkattn import LLM, Focus, SamplingParams
 from chunkattn.calibration import Calibration
 from chunkattn.cli import app
-from chunkattn.evaluation.calibrate import calibrate
-from chunkattn.evaluation.conditions import GOLD, NONE, Condition, focus_conditions, tokenize
-from chunkattn.evaluation.examiner import Examiner
-from chunkattn.evaluation.report import focus_conclusion
-from chunkattn.evaluation.results import Results
+from chunkattn.tools.eval.calibrate import calibrate
+from chunkattn.tools.eval.conditions import GOLD, NONE, Condition, focus_conditions, tokenize
+from chunkattn.tools.eval.examiner import Examiner
+from chunkattn.tools.eval.report import focus_conclusion
+from chunkattn.tools.eval.results import Results
 from tests.evaluation.test_evaluate import questions
 
 WEIGHTS = Calibration(0, 0.8, 1.0)
@@ -66,13 +66,13 @@ def test_scores_are_computed_once_per_document(llm, asked, monkeypatch):
     whole = Examiner(llm, asked, tokenize(llm.parser, asked), results, max_tokens=8)
     whole.examine([condition], range(len(asked)), texts=False)
     fewer = [replace(q, documents=q.documents[:0:-1], gold=None) for q in asked]
-    monkeypatch.setattr("chunkattn.evaluation.choices.get_score", lambda name: pytest.fail("scored again"))
+    monkeypatch.setattr("chunkattn.tools.eval.choices.get_score", lambda name: pytest.fail("scored again"))
     Examiner(llm, fewer, tokenize(llm.parser, fewer), results, max_tokens=8).examine([condition], range(6), texts=False)
 
 
 @pytest.mark.parametrize("better", [True, False])
 def test_calibrate_tries_a_focus_under_the_values_that_it_writes(asked, examiner, monkeypatch, better):
-    monkeypatch.setattr("chunkattn.evaluation.calibrate.advised", lambda values, best: better)
+    monkeypatch.setattr("chunkattn.tools.eval.calibrate.advised", lambda values, best: better)
     found = calibrate(examiner, gaps=[8], weighs=False, top_n=1, scores=["likelihood"])
     written = found.calibration
     assert written == (found.best if better else NONE) != (NONE if better else found.best)

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from chunkattn import LLM
 from chunkattn.cli import app
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.evaluation.data import questions_from
-from chunkattn.evaluation.examiner import Examiner
-from chunkattn.evaluation.recipes import PREFIX, RECIPES, Passage, Recipe, make_lines, read_source
-from chunkattn.evaluation.report import answer_measures
+from chunkattn.tools.eval.data import questions_from
+from chunkattn.tools.eval.examiner import Examiner
+from chunkattn.tools.eval.recipes import PREFIX, RECIPES, Passage, Recipe, make_lines, read_source
+from chunkattn.tools.eval.report import answer_measures
 from training.world import World
 
 STOP = {"the", "of", "and"}

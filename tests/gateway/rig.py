@@ -15,7 +15,7 @@ from uvicorn.server import ServerState
 from chunkattn.gateway.app import Gateway
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 from tests.http_rig import listening
 from tests.patience import PATIENCE_S
 

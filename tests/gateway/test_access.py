@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from chunkattn.server.middleware import OPEN_PATHS
+from chunkattn.web.middleware import OPEN_PATHS
 from tests.gateway.rig import COMPLETE, Replica, parts, raw, rig, run, until
 
 

@@ -8,16 +8,16 @@ from hashlib import blake2b
 import httpx
 import pytest
 
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, Scope
 from chunkattn.gateway.document_ids import with_texts
 from chunkattn.gateway.document_places import remote_id
 from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, Scope
 from chunkattn.server.app import create_app
-from chunkattn.server.body_shares import BodyShares
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Caller, Keys, Shares
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.body_shares import BodyShares
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Caller, Keys, Shares
+from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine", "tests.small_disk"]
 

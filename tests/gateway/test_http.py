@@ -9,8 +9,8 @@ from backports import zstd
 from chunkattn.gateway.app import Gateway
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.tracing import RequestSpan
+from chunkattn.web.options import ServerConfig
+from chunkattn.web.tracing import RequestSpan
 from tests.gateway.rig import COMPLETE, Replica, ask, parts, raw, rig, run, until
 
 

@@ -10,11 +10,11 @@ from chunkattn.errors import ConfigError
 from chunkattn.gateway import http_replicas, watch
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
+from chunkattn.gateway.policy import POLICIES, DocumentPolicy
 from chunkattn.gateway.replicas import Report
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
-from chunkattn.routing.keys import keys_of
-from chunkattn.routing.policy import POLICIES, DocumentPolicy
+from chunkattn.schema.piece_keys import keys_of
 from tests.gateway.rig import COMPLETE, Replica, answered_by, ask, rig, run, until
 
 DOCUMENTS = [f"document {number} " * 60 for number in range(6)]

@@ -12,7 +12,7 @@ from fastapi.testclient import TestClient
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 from tests.gateway.rig import COMPLETE, Replica, ask, parts, raw, rig, run, until
 
 ORIGIN = "https://app.example"

@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
-from chunkattn.bench import geometry
+from chunkattn.tools.bench import geometry
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

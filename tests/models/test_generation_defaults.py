@@ -9,7 +9,7 @@ import pytest
 from chunkattn import LLM, EngineConfig, SamplingParams
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.models.loader import open_files
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody
+from chunkattn.schema.generation import ChatBody, CompletionBody
 from tests.gguf_files import CONFIGS, Kind, Written
 from tests.reranker_files import CHAT_OPTIONS
 

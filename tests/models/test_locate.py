@@ -15,7 +15,7 @@ from chunkattn.errors import ModelError
 from chunkattn.gguf_names import pick_gguf, split_quant
 from chunkattn.models.loader import DEMO_FOLDER, load_model_tokenizer, load_tokenizer, open_files
 from chunkattn.models.locate import resolve_path
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 from tests.gguf_files import CONFIGS, Kind, Written
 from tests.hub import FakeHub
 from tests.reranker_files import qwen_tokenizer, write_tokenizer

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, RecordsError, RecordsInUseError, Scope
 from chunkattn.integrations.ray import handover
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, RecordsInUseError, Scope
 
 RECORD = DocumentRecord(Scope(), "kept", Prefix("Read."), "Rumi is a poet.")
 

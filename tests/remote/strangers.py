@@ -12,7 +12,7 @@ from zmq.utils import z85
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.host_calls import CopyPages, Forward, ReadTokens, ResetPool
-from chunkattn.remote.group_messages import TO_FIRST, TO_OTHER, Busy, End, Failed, Hello, Join, Refused, call_frames
+from chunkattn.remote.hosts.group_messages import TO_FIRST, TO_OTHER, Busy, End, Failed, Hello, Join, Refused, call_frames
 
 GREETING = b"\xff" + bytes(8) + b"\x7f"
 """First bytes that a ZeroMQ port sends and expects."""

@@ -12,7 +12,7 @@ from hypothesis.extra import numpy as arrays
 from chunkattn.config import EngineConfig
 from chunkattn.engine.host_calls import Forward
 from chunkattn.remote.frames import from_used, to_used
-from chunkattn.remote.group_messages import call_frames
+from chunkattn.remote.hosts.group_messages import call_frames
 
 KINDS = st.sampled_from(["bool", "int32", "uint32", "int64", "float32", "float64", "uint8", "float16"])
 

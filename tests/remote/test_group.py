@@ -14,13 +14,14 @@ from safetensors.numpy import load_file, save_file
 from chunkattn import LLM, AsyncLLM, EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import open_files, resolve_path
-from chunkattn.remote import client, first_host, group
+from chunkattn.remote import client
 from chunkattn.remote.client import EngineClient
-from chunkattn.remote.first_host import FirstHost
-from chunkattn.remote.group_messages import End
-from chunkattn.remote.group_secret import VARIABLE
+from chunkattn.remote.hosts import first_host, group
+from chunkattn.remote.hosts.first_host import FirstHost
+from chunkattn.remote.hosts.group_messages import End
+from chunkattn.remote.hosts.group_secret import VARIABLE
+from chunkattn.remote.hosts.other_host import OtherHost
 from chunkattn.remote.messages import Checkpoint, Ended, Failed, encode
-from chunkattn.remote.other_host import OtherHost
 from tests.patience import PATIENCE_S
 
 HOSTS = {"num_hosts": 2, "tensor_parallel_size": 2}

@@ -10,7 +10,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.follow import follow
-from chunkattn.remote.group_secret import VARIABLE, curve_key, read_secret
+from chunkattn.remote.hosts.group_secret import VARIABLE, curve_key, read_secret
 
 LONG = "0123456789abcdef"
 

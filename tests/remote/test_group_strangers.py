@@ -13,12 +13,12 @@ import zmq
 from chunkattn import EngineConfig
 from chunkattn.engine.host_calls import CopyPages, Forward, ReadTokens, ResetPool
 from chunkattn.models.loader import open_files
-from chunkattn.remote import first_host, gate, group, other_host
-from chunkattn.remote.first_host import FirstHost
-from chunkattn.remote.group_messages import TO_FIRST, Busy, Hello
-from chunkattn.remote.group_secret import VARIABLE, curve_key
+from chunkattn.remote.hosts import first_host, gate, group, other_host
+from chunkattn.remote.hosts.first_host import FirstHost
+from chunkattn.remote.hosts.group_messages import TO_FIRST, Busy, Hello
+from chunkattn.remote.hosts.group_secret import VARIABLE, curve_key
+from chunkattn.remote.hosts.other_host import OtherHost
 from chunkattn.remote.messages import Checkpoint
-from chunkattn.remote.other_host import OtherHost
 from tests.patience import PATIENCE_S
 from tests.remote.strangers import CALLS, FRAMES, attack, knock, send_as
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
 from chunkattn.errors import ConfigError
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
 
 SCOPE = Scope("ana", "salt")
 PREFIXES = [
@@ -23,7 +23,7 @@ PREFIXES = [
 ]
 WRITER = """
 import sys
-from chunkattn.routing.document_records import DocumentRecord, DocumentRecords, Prefix, Scope
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, Scope
 records = DocumentRecords(sys.argv[1])
 print("open", flush=True)
 for number, line in enumerate(sys.stdin):

@@ -15,12 +15,13 @@ from chunkattn.gateway.document_ids import _CHUNKS, _DOCUMENTS, _PAIRS
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
-from chunkattn.routing.keys import _ROUTES, MAX_PIECES, RERANK_PATHS, Keys, keys_of
-from chunkattn.server.protocol.decisions import DecisionsBody
-from chunkattn.server.protocol.documents import CacheBody
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody
-from chunkattn.server.protocol.scoring import RerankBody, ScoreBody
+from chunkattn.schema.decisions import DecisionsBody
+from chunkattn.schema.documents import CacheBody
+from chunkattn.schema.generation import ChatBody, CompletionBody
+from chunkattn.schema.piece_keys import _ROUTES, MAX_PIECES, Keys, keys_of
+from chunkattn.schema.scoring import RerankBody, ScoreBody
 from chunkattn.server.routes import decisions, documents, generation, scoring, systemone, tokens
+from chunkattn.web.paths import RERANK_PATHS
 
 SEP = " # # "
 _WITH_IDS = (_CHUNKS, _DOCUMENTS, _PAIRS, RERANK_PATHS)

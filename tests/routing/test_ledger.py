@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from chunkattn.routing.ledger import _ENTRY_BYTES, Ledger
+from chunkattn.schema.ledger import _ENTRY_BYTES, Ledger
 
 
 def test_pieces_take_turns():

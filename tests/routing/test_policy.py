@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from chunkattn.routing import policy as policies
-from chunkattn.routing.keys import Keys
-from chunkattn.routing.policy import POLICIES, DocumentPolicy, PowerOfTwoPolicy, PrefixPolicy, RoundRobinPolicy, Work
+from chunkattn.gateway import policy as policies
+from chunkattn.gateway.policy import POLICIES, DocumentPolicy, PowerOfTwoPolicy, PrefixPolicy, RoundRobinPolicy, Work
+from chunkattn.schema.piece_keys import Keys
 
 NAMES = ["a", "b", "c"]
 

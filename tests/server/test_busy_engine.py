@@ -9,7 +9,7 @@ from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import ReplicaGoneError
 from chunkattn.remote import messages as wire
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
 
@@ -142,7 +142,7 @@ def test_a_report_does_not_wait_for_the_engine(llm, blocked):
     async def case(client):
         reports = client._transport.app.state.server.reports
         body = {"chunks": {"prefix": "Read.", "documents": ["Ana lives."], "question": "Where?"}}
-        from chunkattn.server.protocol.generation import CompletionBody
+        from chunkattn.schema.generation import CompletionBody
 
         reports.note(reports.find(body, CompletionBody.model_validate(body), "", None))
         assert (await client.get("/v1/cache/report")).json()["held"] == []

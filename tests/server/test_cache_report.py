@@ -9,10 +9,10 @@ import pytest
 
 from chunkattn.engine.messages import CachedTokens, PrecomputeRequest
 from chunkattn.remote.messages import CacheQuery, Reply
-from chunkattn.routing.keys import keys_of
+from chunkattn.schema.piece_keys import keys_of
 from chunkattn.server import cache_report
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -7,7 +7,7 @@ import time
 import pytest
 import uvloop
 
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 from tests.http_rig import listening, read_answer
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"

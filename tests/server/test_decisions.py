@@ -19,9 +19,9 @@ from chunkattn import Choice, Level, Option, Predicate, Rating
 from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, RatingAnswer
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.outputs import ScoreUsage
+from chunkattn.schema.decisions import JSON_BYTES, JSON_LEVELS, JSON_VALUES
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.protocol.decisions import JSON_BYTES, JSON_LEVELS, JSON_VALUES
+from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -10,7 +10,7 @@ import pytest
 from chunkattn.errors import ConfigError
 from chunkattn.parsers import PromptParser
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, wait_until
 
 pytest_plugins = ["tests.told_engine", "tests.small_disk"]

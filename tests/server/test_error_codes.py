@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chunkattn.server.error_codes import CODES
+from chunkattn.web.error_codes import CODES
 
 SERVER = Path(__file__).parents[2] / "chunkattn" / "server"
 RAY = SERVER.parent / "integrations" / "ray"

@@ -5,13 +5,13 @@ import re
 import pytest
 
 from chunkattn.errors import RequestError
-from chunkattn.server.errors import ApiError, renamed
-from chunkattn.server.protocol.base import Body
-from chunkattn.server.protocol.decisions import DecisionsBody
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody
-from chunkattn.server.protocol.scoring import RerankBody, ScoreBody
-from chunkattn.server.protocol.systemone import SystemOneBody
+from chunkattn.schema.base import Body
+from chunkattn.schema.decisions import DecisionsBody
+from chunkattn.schema.generation import ChatBody, CompletionBody
+from chunkattn.schema.scoring import RerankBody, ScoreBody
+from chunkattn.schema.systemone import SystemOneBody
 from chunkattn.server.routes.tokens import InspectBody
+from chunkattn.web.errors import ApiError, renamed
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -11,9 +11,9 @@ import pytest
 
 from chunkattn import DocumentPrompt, SamplingParams
 from chunkattn.focus import MODES, Focus
+from chunkattn.schema.generation import FocusOptions
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.protocol.generation import FocusOptions
+from chunkattn.web.options import ServerConfig
 from tests.server_helpers import is_idle, wait_until
 
 pytest_plugins = ["tests.told_engine"]

@@ -16,7 +16,7 @@ import pytest
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 from tests.gateway.rig import Replica, rig, run
 from tests.http_rig import listening, read_answer
 

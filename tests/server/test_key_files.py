@@ -10,13 +10,13 @@ from fastapi.testclient import TestClient
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
-from chunkattn.server import key_file, keys
 from chunkattn.server.app import create_app
 from chunkattn.server.document_store import Documents
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Keys
-from chunkattn.server.middleware import OPEN_PATHS
-from chunkattn.server.options import ServerConfig
+from chunkattn.web import key_file, keys
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Keys
+from chunkattn.web.middleware import OPEN_PATHS
+from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -6,8 +6,8 @@ from fastapi.testclient import TestClient
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.server.names import is_host, names_this_machine
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.names import is_host, names_this_machine
+from chunkattn.web.options import ServerConfig
 
 
 @pytest.mark.parametrize("host", ["127.0.0.2", "::1", "localhost", "::ffff:127.0.0.1"])

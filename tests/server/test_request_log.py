@@ -27,12 +27,12 @@ from chunkattn.gateway import app as gateway
 from chunkattn.logs import JsonFormatter
 from chunkattn.remote import messages as wire
 from chunkattn.request_record import PARTS, CallRecord, RequestRecord, RequestSummary
-from chunkattn.routing.keys import RERANK_PATHS
-from chunkattn.server import tracing
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.request_log import fields_of
 from chunkattn.server.routes import scoring
+from chunkattn.web import tracing
+from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import RERANK_PATHS
+from chunkattn.web.request_log import fields_of
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -21,10 +21,10 @@ from chunkattn.server import contents
 from chunkattn.server.app import create_app
 from chunkattn.server.bodies import json_answer
 from chunkattn.server.document_store import Documents
-from chunkattn.server.http import BoundedHttp, ConnectionLimits
-from chunkattn.server.keys import Caller
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
+from chunkattn.web.http import BoundedHttp, ConnectionLimits
+from chunkattn.web.keys import Caller
+from chunkattn.web.options import ServerConfig
 from tests.patience import PATIENCE_S
 from tests.server_helpers import wait_until
 

@@ -10,13 +10,13 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chunkattn.server import body_shares, json_shape
 from chunkattn.server.app import create_app
 from chunkattn.server.bodies import SMALL_BODY
-from chunkattn.server.body_shares import BodyShares
-from chunkattn.server.content_codings import zstd
-from chunkattn.server.json_shape import Shape, measure
-from chunkattn.server.options import ServerConfig
+from chunkattn.web import body_shares, json_shape
+from chunkattn.web.body_shares import BodyShares
+from chunkattn.web.content_codings import zstd
+from chunkattn.web.json_shape import Shape, measure
+from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -13,8 +13,8 @@ import pytest
 
 from chunkattn.focus import MODES
 from chunkattn.server.document_store import Documents
-from chunkattn.server.errors import ApiError
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.errors import ApiError
+from chunkattn.web.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 URL = "/v1/cache/documents"

@@ -11,10 +11,10 @@ from chunkattn import SamplingParams
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.likelihood import likelihood_job
 from chunkattn.errors import CapacityError, ConfigError
+from chunkattn.schema.generation import ChatBody, CompletionBody, ContentPart, Message
 from chunkattn.server.app import create_app
-from chunkattn.server.events import event_of
-from chunkattn.server.options import ServerConfig
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody, ContentPart, Message
+from chunkattn.web.events import event_of
+from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -11,12 +11,12 @@ from fastapi.testclient import TestClient
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.server.body_shares import BodyShares
 from chunkattn.server.document_store import Documents
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Caller, Keys, Shares
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.state import ServerState
+from chunkattn.web.body_shares import BodyShares
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Caller, Keys, Shares
+from chunkattn.web.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, wait_until
 
 pytest_plugins = ["tests.told_engine"]

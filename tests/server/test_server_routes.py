@@ -11,8 +11,8 @@ from chunkattn.async_llm import AsyncLLM
 from chunkattn.cli import app as commands
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
+from chunkattn.web.options import ServerConfig
 
 ROUTES = [r for m in (documents, generation, page, scoring, status, tokens) for r in m.router.routes]
 READS = sorted({r.path for r in ROUTES if "GET" in r.methods} | {"/openapi.json"})

@@ -1,4 +1,4 @@
-"""The parts of uvicorn that `chunkattn/server/http.py` reads and overrides have the names and meanings that it relies on."""
+"""The parts of uvicorn that `chunkattn/web/http.py` reads and overrides have the names and meanings that it relies on."""
 
 import ast
 import asyncio
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
-from chunkattn.server import exchange, http, listening
+from chunkattn.web import exchange, http, listening
 
 ROOT = Path(__file__).parents[2]
 REQUEST = b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 2\r\n\r\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from chunkattn.integrations.ray.options import environment
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 
 def main() -> None:

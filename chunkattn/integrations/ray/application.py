@@ -13,7 +13,7 @@ from chunkattn.integrations.ray.exposure import check_http, http_host
 from chunkattn.integrations.ray.gateway import Ingress, Listening
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions
 from chunkattn.integrations.ray.replica import Replica
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 _GATEWAY_REQUESTS = 100_000
 """Requests at once that Ray sends to a gateway, in effect all: the gateway's and the replicas' own limits apply."""

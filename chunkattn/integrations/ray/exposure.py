@@ -7,7 +7,7 @@ import os
 
 from chunkattn.addresses import is_loopback
 from chunkattn.errors import ConfigError
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 

@@ -21,9 +21,9 @@ from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions, check_environment
 from chunkattn.integrations.ray.transport import ServeReplicas
-from chunkattn.server.http import HEAD_TOO_LONG, LONGEST_HEAD, error_body
-from chunkattn.server.listening import Listener, listen
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.http import HEAD_TOO_LONG, LONGEST_HEAD, error_body
+from chunkattn.web.listening import Listener, listen
+from chunkattn.web.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 

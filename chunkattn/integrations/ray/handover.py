@@ -6,8 +6,8 @@ import asyncio
 import time
 from pathlib import Path
 
+from chunkattn.documents.records import DocumentRecords, RecordsInUseError
 from chunkattn.errors import ConfigError
-from chunkattn.routing.document_records import DocumentRecords, RecordsInUseError
 
 _OPEN_S = 30.0
 """Seconds that a new gateway waits for the file."""

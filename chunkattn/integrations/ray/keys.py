@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Set
 from typing import Any
 
-from chunkattn.server.keys import KeyReloader, Keys
+from chunkattn.web.keys import KeyReloader, Keys
 
 
 class ReloadsKeys:

@@ -23,8 +23,8 @@ from chunkattn.integrations.ray import check_ray
 from chunkattn.integrations.ray.logs import LogServer
 from chunkattn.integrations.ray.options import ELSEWHERE, AppOptions, environment
 from chunkattn.models.loader import open_files
-from chunkattn.server.listening import listen, run, set_up_logs, url_of
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.listening import listen, run, set_up_logs, url_of
+from chunkattn.web.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 

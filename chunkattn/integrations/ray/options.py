@@ -13,7 +13,7 @@ from chunkattn.config import EngineConfig, make_config
 from chunkattn.errors import ConfigError
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.options import options_of
-from chunkattn.server.options import ServerConfig
+from chunkattn.web.options import ServerConfig
 
 CHANNEL = "chunkattn"
 """Name that the router and the transport share in the gateway's process."""

@@ -19,8 +19,8 @@ from chunkattn.gateway.replicas import Message, Report
 from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.server.app import create_app
-from chunkattn.server.options import ServerConfig
 from chunkattn.server.routes import status
+from chunkattn.web.options import ServerConfig
 
 _HIGH_WATER = 1 << 16
 """Bytes of an answer that wait for the gateway before the application's `send` waits, as uvicorn's limit for a connection."""

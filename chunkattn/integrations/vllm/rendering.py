@@ -16,7 +16,7 @@ from chunkattn.errors import RequestError
 from chunkattn.integrations.vllm.engine_client import ChunkedInput
 from chunkattn.parsers import DocumentPrompt, PromptParser
 from chunkattn.parsers.arguments import check_salt
-from chunkattn.server.protocol.generation import Chunks, DocumentOrId, PromptDocuments, named_documents, prompts_of, with_stored
+from chunkattn.schema.generation import Chunks, DocumentOrId, PromptDocuments, named_documents, prompts_of, with_stored
 
 if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request, Response
 from chunkattn.decisions import DecisionOutput
 from chunkattn.errors import RequestError
 from chunkattn.outputs import ScoreUsage
+from chunkattn.schema.decide import DecideBody
+from chunkattn.schema.decisions import DecisionsBody
+from chunkattn.schema.generation import named_documents
 from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.keys import Caller
-from chunkattn.server.protocol.decide import DecideBody
-from chunkattn.server.protocol.decisions import DecisionsBody
-from chunkattn.server.protocol.generation import named_documents
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+from chunkattn.web.keys import Caller
 
 router = APIRouter(route_class=JsonRoute, tags=["decisions"])
 

@@ -10,11 +10,11 @@ from fastapi import APIRouter, Query, Request
 
 from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
+from chunkattn.schema.documents import CacheBody, ChangeBody, ForgetBody
 from chunkattn.server.bodies import JsonRoute
-from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.documents import CacheBody, ChangeBody, ForgetBody
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
 from chunkattn.server.stored_document import StoredDocument, count_ids
+from chunkattn.web.errors import ApiError
 
 _SHOWN_TOKENS = 256
 """Tokens of a prefix that an entry shows as text."""

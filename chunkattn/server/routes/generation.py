@@ -11,14 +11,14 @@ from fastapi import APIRouter, Request, Response
 from chunkattn.async_llm import snapshot
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RequestOutput
+from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.server.answers import Answer, Chat, Completion
 from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.errors import ApiError, api_error
-from chunkattn.server.events import HEARTBEAT, EventStream, Timed, event_of, merged
-from chunkattn.server.keys import Caller
-from chunkattn.server.protocol.generation import ChatBody, CompletionBody
 from chunkattn.server.state import ServerState, State, unless_gone
 from chunkattn.server.texts import Tail
+from chunkattn.web.errors import ApiError, api_error
+from chunkattn.web.events import HEARTBEAT, EventStream, Timed, event_of, merged
+from chunkattn.web.keys import Caller
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 

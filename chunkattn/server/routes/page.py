@@ -7,8 +7,8 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
-from chunkattn.server.errors import ApiError
 from chunkattn.server.state import State
+from chunkattn.web.errors import ApiError
 
 router = APIRouter(tags=["page"])
 

@@ -13,12 +13,12 @@ from fastapi import APIRouter, Request, Response
 from chunkattn.calls.rerank import rerank_call
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
+from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.errors import ApiError
-from chunkattn.server.keys import Caller
-from chunkattn.server.middleware import route_path
-from chunkattn.server.protocol.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.server.state import CallerOf, ServerState, State, new_id, unless_gone
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Caller
+from chunkattn.web.middleware import route_path
 
 router = APIRouter(route_class=JsonRoute, tags=["scoring"])
 

@@ -11,8 +11,8 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 import chunkattn
 from chunkattn.errors import EngineDeadError
-from chunkattn.server.errors import error_responses
 from chunkattn.server.state import ServerState, State
+from chunkattn.web.errors import error_responses
 
 router = APIRouter(tags=["status"])
 

@@ -9,11 +9,11 @@ from fastapi import APIRouter, Request, Response
 
 from chunkattn.errors import RequestError
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.schema.base import Body, CacheSalt, Rendered, TokenIds
+from chunkattn.schema.generation import Chunks, Messages, named_documents
 from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.errors import ApiError
-from chunkattn.server.protocol.base import Body, CacheSalt, Rendered, TokenIds
-from chunkattn.server.protocol.generation import Chunks, Messages, named_documents
 from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+from chunkattn.web.errors import ApiError
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 

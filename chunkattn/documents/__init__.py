@@ -1,0 +1,1 @@
+"""Documents stored by id: their records, registry and routes. No engine, no network."""

@@ -1,0 +1,1 @@
+"""Engines that run on several hosts."""

@@ -1,0 +1,246 @@
+"""Fields and base classes shared by all request bodies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from chunkattn.config import (
+    MAX_LABELS,
+    MAX_LOGIT_BIAS,
+    MAX_SALT_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from chunkattn.errors import ChunkAttnError
+from chunkattn.parsers.arguments import chat_options
+from chunkattn.web.errors import UNKNOWN_FIELD, ApiError, renamed
+
+E = TypeVar("E", bound=ChunkAttnError | ApiError)
+
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
+"""Validation of a list stops at its first wrong entry: an error per entry of a long list would outgrow the body."""
+
+CacheSalt = Annotated[
+    Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None,
+    Field(description="Salt of the cache; only requests of the same salt share cached K/V."),
+]
+StopTexts = Annotated[
+    list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)
+]
+StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)]
+LabelTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_LABELS)]
+LabelIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_LABELS)]
+LabelTextLists = Annotated[list[LabelTexts], Field(fail_fast=True)]
+LabelIdLists = Annotated[list[LabelIds], Field(fail_fast=True)]
+
+_RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
+_RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
+_RESERVED |= {"focus", "sanitize_control_tokens", "template_options", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
+"""Arguments of `apply_chat_template` and of the parser, which a client must not set as template variables."""
+
+
+class Entry(BaseModel):
+    """Entry of a long list, validated without Python code per entry. Unknown names are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Strict(Entry):
+    """JSON object. An unknown name is an error that names it; null counts as absent."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        given = {name: value for name, value in body.items() if value is not None}
+        for name in given:
+            if name not in cls.model_fields:
+                shown = str(name).encode("utf-8", "replace").decode()  # pydantic's context takes no lone surrogate
+                raise PydanticCustomError(UNKNOWN_FIELD, "{name} is not supported by this server", {"name": shown})
+        return given
+
+
+def check_template_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Refuse reserved names among the variables of a chat template.
+
+    A client's own template is among them: a template is a program, and may run forever.
+
+    Args:
+        options: values of `chat_template_kwargs`.
+
+    Raises:
+        ValueError: a name is reserved.
+    """
+    if reserved := sorted(_RESERVED & set(options)):
+        raise ValueError(f"{reserved[0]!r} cannot be set here")
+    return options
+
+
+TemplateOptions = Annotated[dict[str, Any], AfterValidator(check_template_options), Field(default_factory=dict)]
+
+
+class Body(Strict):
+    """Fields of every request body."""
+
+    model: Annotated[str | None, Field(description="Name of the served model; optional.")] = None
+    user: Annotated[str | None, Field(description="Accepted for compatibility; has no effect.")] = None
+
+    fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Fields that may hold an argument of the engine's call under another name; errors name the first that the client sent."""
+
+    def own_names(self) -> dict[str, str]:
+        """Return the request's own names of arguments that it has under other names."""
+        found = {}
+        for argument, names in self.fields_of.items():
+            sent = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
+            if sent and sent[0] != argument:
+                found[argument] = sent[0]
+        return found
+
+    def own_error(self, error: E) -> E:
+        """Return an error of the engine's call under the request's own names.
+
+        Args:
+            error: the error.
+        """
+        return cast("E", renamed(error, self.own_names()))
+
+    def check_same(self, name: str, other: str) -> None:
+        """Check that two names of one argument do not contradict each other.
+
+        Args:
+            name: field.
+            other: another name of the field.
+
+        Raises:
+            ValueError: both are given, and they differ.
+        """
+        one, two = getattr(self, name), getattr(self, other)
+        if None not in (one, two) and one != two:
+            raise ValueError(f"{name} and {other} differ; give one of them")
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""OpenAI's values."""
+
+
+class Rendered(Body):
+    """Fields that decide how a chat template renders messages."""
+
+    add_generation_prompt: Annotated[
+        bool | None, Field(description="End the prompt with the beginning of an answer; by default unless a message goes on.")
+    ] = None
+    continue_final_message: Annotated[
+        bool, Field(description="End the prompt with the content of the last message, which the model continues.")
+    ] = False
+    reasoning_effort: Annotated[
+        ReasoningEffort | None, Field(description="Variable of the chat template; templates that do not read it ignore it.")
+    ] = None
+    chat_template_kwargs: TemplateOptions
+
+    @model_validator(mode="after")
+    def _check_rendered(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other; leave one of them out")
+        if self.reasoning_effort is not None and self.variables["reasoning_effort"] != self.reasoning_effort:
+            raise ValueError("reasoning_effort and that of chat_template_kwargs differ; give one of them")
+        return self
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """Return the variables of the chat template."""
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return effort | self.chat_template_kwargs
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the variables of the chat template and the arguments that decide how it is rendered."""
+        return chat_options(self.variables, None, self.add_generation_prompt, self.continue_final_message)
+
+
+_MAX_ID_DIGITS = 12
+"""Length from which a `logit_bias` key is left a string, so no long integer is parsed."""
+
+
+class StreamOptions(Strict):
+    """Options of a stream."""
+
+    include_usage: Annotated[bool, Field(description="Send a last event without choices that holds the usage.")] = False
+    continuous_usage_stats: Annotated[bool, Field(description="Include the usage so far in every event.")] = False
+    include_obfuscation: Annotated[bool, Field(description="No effect: events carry no obfuscation.")] = False
+
+
+class Sampling(Body):
+    """Fields that describe how to continue a prompt; names, meanings and defaults equal those in `SamplingParams`."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIAS)] = Field(default_factory=dict)
+    min_tokens: int = 0
+    stop: Annotated[str, Field(max_length=MAX_STOP_CHARS)] | StopTexts = Field(default_factory=list)
+    stop_token_ids: StopIds = Field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    prompt_logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per prompt token.")] = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    cache_salt: CacheSalt = None
+    return_tokens_as_token_ids: Annotated[
+        bool, Field(description="Name the tokens of log-probabilities `token_id:N` instead of by their texts.")
+    ] = False
+    priority: Annotated[int, Field(description="Requests of lower priority values are scheduled first.")] = 0
+    return_chunk_usage: Annotated[bool, Field(description="Report the cached tokens of every chunk in the usage.")] = False
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> Sampling:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options need stream: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are not streamed; leave one of them out")
+        return self
+
+    def sampling(
+        self,
+        defaults: Mapping[str, Any],
+        *,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """Return the engine's parameters.
+
+        Args:
+            defaults: the model's sampling defaults, for the fields that the body leaves out.
+            max_tokens: number of tokens to generate at most; None generates as many as fit.
+            logprobs: number of likeliest tokens to report per generated token; None reports no log-probabilities.
+            prompt_logprobs: default for a body without `prompt_logprobs`.
+
+        Raises:
+            RequestError: a parameter is out of range.
+        """
+        bias: dict[Any, float] = {
+            int(k) if k.isdecimal() and len(k) < _MAX_ID_DIGITS else k: v for k, v in self.logit_bias.items()
+        }
+        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in Sampling.model_fields}
+        given |= {name: value for name, value in defaults.items() if name in given and name not in self.model_fields_set}
+        given |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
+        if self.prompt_logprobs is None:
+            given["prompt_logprobs"] = prompt_logprobs
+        return SamplingParams(**given)

@@ -1,0 +1,422 @@
+"""Request body of `/v1/decisions`, in OpenAI's schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, StrictBool, StrictStr, Tag, model_validator
+
+from chunkattn.calls.decide_questions import MAX_OPTIONS
+from chunkattn.calls.decide_states import read_state
+from chunkattn.decisions import (
+    Answer,
+    Choice,
+    ChoiceAnswer,
+    DecisionOutput,
+    Level,
+    Option,
+    Predicate,
+    PredicateAnswer,
+    Question,
+    Rating,
+)
+from chunkattn.schema.accepted import ShortText, no_effect
+from chunkattn.schema.base import CacheSalt, Entry
+from chunkattn.schema.decide import DecideBody, Kinds, by_type, compact, usage_of
+from chunkattn.schema.generation import MAX_MESSAGES
+
+MAX_QUESTIONS = 400
+"""OpenAI's limit on the questions of a request."""
+JSON_LEVELS, JSON_VALUES, JSON_BYTES = 32, 10_000, 256 << 10
+"""OpenAI's limits on an `input_json`: levels of containers, values, and bytes of compact UTF-8."""
+
+_CACHING = "caching is automatic"
+
+
+class CacheBreakpoint(Entry):
+    """Mark of the end of a reusable prefix."""
+
+    mode: Literal["explicit"]
+
+
+class CacheOptions(Entry):
+    """OpenAI's options of prompt caching."""
+
+    mode: Literal["implicit", "explicit"] | None = None
+    ttl: Literal["30m"] | None = None
+
+
+# Input
+
+
+class InputText(Entry):
+    """Text in a message or in instructions."""
+
+    type: Literal["input_text"]
+    text: str
+    prompt_cache_breakpoint: Annotated[CacheBreakpoint | None, no_effect("OpenAI's object", _CACHING)] = None
+
+    @property
+    def value(self) -> Any:
+        """Return the part as a JSON value."""
+        return self.text
+
+
+class InputJson(Entry):
+    """JSON object, or array of objects, in a message or in instructions."""
+
+    type: Literal["input_json"]
+    data: dict[str, Any] | list[dict[str, Any]]
+
+    @model_validator(mode="after")
+    def _check(self) -> InputJson:
+        _check_json(self.data)
+        return self
+
+    @property
+    def value(self) -> Any:
+        """Return the part as a JSON value."""
+        return self.data
+
+
+class OutputText(Entry):
+    """Text of an assistant."""
+
+    type: Literal["output_text"]
+    text: str
+
+    @property
+    def value(self) -> Any:
+        """Return the part as a JSON value."""
+        return self.text
+
+
+class SaidRefusal(Entry):
+    """Refusal by an assistant."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def value(self) -> Any:
+        """Return the part as a JSON value."""
+        return {"refusal": self.refusal}
+
+
+_PARTS = Kinds({"input_text": InputText, "input_json": InputJson}, by_type)
+_TEXTS = Kinds({"input_text": InputText}, by_type)
+_SAID = Kinds({"output_text": OutputText, "refusal": SaidRefusal}, by_type)
+
+Part = Annotated[
+    Annotated[InputText, Tag("InputText")] | Annotated[InputJson, Tag("InputJson")],
+    _PARTS.discriminator,
+    BeforeValidator(_PARTS.check),
+]
+TextPart = Annotated[InputText, BeforeValidator(_TEXTS.check)]
+SaidPart = Annotated[
+    Annotated[OutputText, Tag("OutputText")] | Annotated[SaidRefusal, Tag("SaidRefusal")],
+    _SAID.discriminator,
+    BeforeValidator(_SAID.check),
+]
+
+
+class UserMessage(Entry):
+    """Message of a user."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user"]
+    content: str | Annotated[list[Part], Field(fail_fast=True)]
+
+    def message(self) -> dict[str, Any]:
+        """Return the item as a message of the state."""
+        return {"role": self.role, "content": _content(self.content)}
+
+
+class InstructionMessage(Entry):
+    """Message of a developer or of the system."""
+
+    type: Literal["message"] = "message"
+    role: Literal["developer", "system"]
+    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    def message(self) -> dict[str, Any]:
+        """Return the item as a message of the state."""
+        return {"role": self.role, "content": _content(self.content)}
+
+
+class AssistantMessage(Entry):
+    """Message of an assistant."""
+
+    type: Literal["message"] = "message"
+    role: Literal["assistant"]
+    content: str | Annotated[list[SaidPart], Field(fail_fast=True)]
+    phase: Literal["commentary", "final_answer"] | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return the item as a message of the state."""
+        return _given(role=self.role, phase=self.phase, content=_content(self.content))
+
+
+class _Called(Entry):
+    """Fields of calls and of their outputs."""
+
+    call_id: str
+    id: Annotated[ShortText, no_effect("a text of up to 1024 characters", "nothing is stored")] = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class FunctionCall(_Called):
+    """Call of a function."""
+
+    type: Literal["function_call"]
+    name: str
+    arguments: str
+    namespace: str | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return the item as a message of the state."""
+        return _call(self, self.arguments)
+
+
+class CustomCall(_Called):
+    """Call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    name: str
+    input: str
+    namespace: str | None = None
+
+    def message(self) -> dict[str, Any]:
+        """Return the item as a message of the state."""
+        return _call(self, self.input)
+
+
+class CallOutput(_Called):
+    """Output of a function or of a custom tool."""
+
+    type: Literal["function_call_output", "custom_tool_call_output"]
+    output: str | Annotated[list[TextPart], Field(fail_fast=True)]
+
+    def message(self) -> dict[str, Any]:
+        """Return the item as a message of the state."""
+        return _given(role="tool", type=self.type, call_id=self.call_id, status=self.status, content=_content(self.output))
+
+
+def _by_type_and_role(value: dict[str, Any]) -> tuple[str, Any]:
+    kind = value.get("type")
+    return ("role", value.get("role")) if kind in (None, "message") else ("type", kind)
+
+
+_ITEMS = Kinds(
+    {
+        "user": UserMessage,
+        "developer": InstructionMessage,
+        "system": InstructionMessage,
+        "assistant": AssistantMessage,
+        "function_call": FunctionCall,
+        "function_call_output": CallOutput,
+        "custom_tool_call": CustomCall,
+        "custom_tool_call_output": CallOutput,
+    },
+    _by_type_and_role,
+)
+Item = Annotated[
+    Annotated[UserMessage, Tag("UserMessage")]
+    | Annotated[InstructionMessage, Tag("InstructionMessage")]
+    | Annotated[AssistantMessage, Tag("AssistantMessage")]
+    | Annotated[FunctionCall, Tag("FunctionCall")]
+    | Annotated[CustomCall, Tag("CustomCall")]
+    | Annotated[CallOutput, Tag("CallOutput")],
+    _ITEMS.discriminator,
+    BeforeValidator(_ITEMS.check),
+]
+
+
+# Questions
+
+
+class _Asked(Entry):
+    """Fields of every question."""
+
+    name: str | None = None
+    instructions: str | Annotated[list[Part], Field(fail_fast=True)]
+
+    @property
+    def text(self) -> str:
+        """Return the instructions as a text, a line for each part."""
+        if isinstance(self.instructions, str):
+            return self.instructions
+        return "\n".join(part.text if isinstance(part, InputText) else compact(part.data) for part in self.instructions)
+
+
+class DecisionPredicate(_Asked):
+    """Statement about the input."""
+
+    type: Literal["predicate"]
+    num_values: ClassVar[int] = 1
+
+    def question(self) -> Question:
+        """Return the question of `LLM.decide`."""
+        return Predicate(self.text, name=self.name)
+
+
+class DecisionOption(Entry):
+    """One option of a choice."""
+
+    value: StrictStr | StrictBool
+    description: str | None = None
+
+
+class DecisionChoice(_Asked):
+    """Choice of one option."""
+
+    type: Literal["choice"]
+    choices: Annotated[list[DecisionOption], Field(fail_fast=True, max_length=MAX_OPTIONS)]
+
+    @property
+    def num_values(self) -> int:
+        """Return the number of probabilities in the answer."""
+        return len(self.choices)
+
+    def question(self) -> Question:
+        """Return the question of `LLM.decide`."""
+        return Choice(self.text, [Option(o.value, o.description or None) for o in self.choices], self.name)
+
+
+class DecisionLevel(Entry):
+    """One level of a score."""
+
+    label: str
+    description: str | None = None
+
+
+class DecisionScore(_Asked):
+    """Rating on a scale of levels."""
+
+    type: Literal["score"]
+    levels: Annotated[list[DecisionLevel], Field(fail_fast=True, max_length=MAX_OPTIONS)]
+
+    @property
+    def num_values(self) -> int:
+        """Return the number of probabilities in the answer."""
+        return len(self.levels)
+
+    def question(self) -> Question:
+        """Return the question of `LLM.decide`."""
+        return Rating(self.text, [Level(level.label, level.description or None) for level in self.levels], self.name)
+
+
+_QUESTIONS = Kinds({"predicate": DecisionPredicate, "choice": DecisionChoice, "score": DecisionScore}, by_type)
+AskedQuestion = Annotated[
+    Annotated[DecisionPredicate, Tag("DecisionPredicate")]
+    | Annotated[DecisionChoice, Tag("DecisionChoice")]
+    | Annotated[DecisionScore, Tag("DecisionScore")],
+    _QUESTIONS.discriminator,
+    BeforeValidator(_QUESTIONS.check),
+]
+
+
+class DecisionsBody(DecideBody):
+    """Request body of `/v1/decisions`."""
+
+    input: Annotated[
+        str | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)],
+        Field(description="The state: a text, or messages, calls of tools and their outputs."),
+    ]
+    questions: Annotated[
+        list[AskedQuestion],
+        Field(fail_fast=True, min_length=1, max_length=MAX_QUESTIONS, description="Predicates, choices and scores."),
+    ]
+    prompt_cache_key: Annotated[CacheSalt, Field(description="Another name of `cache_salt`.")] = None
+    prompt_cache_options: Annotated[CacheOptions | None, no_effect("OpenAI's `mode` and `ttl`", _CACHING)] = None
+    safety_identifier: Annotated[ShortText, no_effect("a text of up to 1024 characters", "requests are counted by API key")] = (
+        None
+    )
+
+    fields_of: ClassVar = {"state": ("input",)}
+
+    @model_validator(mode="after")
+    def _check(self) -> DecisionsBody:
+        if None not in (self.cache_salt, self.prompt_cache_key) and self.cache_salt != self.prompt_cache_key:
+            raise ValueError("prompt_cache_key and cache_salt differ; give one of them")
+        items = enumerate(self.input if isinstance(self.input, list) else ())
+        called = set[tuple[str, str]]()
+        for number, item in items:
+            if isinstance(item, (FunctionCall, CustomCall)):
+                called.add((item.type, item.call_id))
+            elif isinstance(item, CallOutput) and (item.type.removesuffix("_output"), item.call_id) not in called:
+                call = item.type.removesuffix("_output")
+                raise ValueError(f"input.{number}: no {call} before this output has the call_id {item.call_id[:80]!r}")
+        return self
+
+    @property
+    def salt(self) -> str | None:
+        """Return the request's cache salt."""
+        return self.cache_salt if self.cache_salt is not None else self.prompt_cache_key
+
+    @property
+    def num_values(self) -> int:
+        """Return the number of probabilities in the answer."""
+        return sum(question.num_values for question in self.questions)
+
+    def call(self) -> tuple[str, list[Question]]:
+        """Return the state and the questions; see `DecideBody.call`."""
+        given = self.input if isinstance(self.input, str) else [item.message() for item in self.input]
+        return read_state(given), [question.question() for question in self.questions]
+
+    def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
+        """Return answers and usage; see `DecideBody.answer`."""
+        return {"answers": [_answer(own, min_mass) for own in output.answers], "usage": usage_of(output.usage)}
+
+
+def _answer(answer: Answer, min_mass: float) -> dict[str, Any]:
+    name, mass = {"name": answer.name}, {"label_mass": answer.label_mass}
+    method = {} if isinstance(answer, PredicateAnswer) else {"method": answer.method}
+    if answer.label_mass < min_mass:
+        return {"type": "refusal"} | name | mass
+    if isinstance(answer, PredicateAnswer):
+        return {"type": "predicate"} | name | {"probability": answer.probability} | mass
+    if isinstance(answer, ChoiceAnswer):
+        shares: list[dict[str, Any]] = [{"value": v, "probability": p} for v, p in answer.probabilities.items()]
+        own: dict[str, Any] = {"choice": answer.choice, "confidence": answer.confidence, "probabilities": shares}
+        return {"type": "choice"} | name | own | mass | method
+    numbered = enumerate(answer.probabilities.items())
+    shares = [{"value": number, "label": label, "probability": p} for number, (label, p) in numbered]
+    own = {"score": answer.score, "confidence": answer.confidence, "probabilities": shares}
+    return {"type": "score"} | name | own | mass | method
+
+
+def _content(content: str | list[Any]) -> Any:
+    """Return the content of a message: a text or JSON value, or a list of several."""
+    if isinstance(content, str):
+        return content
+    return content[0].value if len(content) == 1 else [part.value for part in content]
+
+
+def _call(item: FunctionCall | CustomCall, content: str) -> dict[str, Any]:
+    names = {"name": item.name, "namespace": item.namespace, "call_id": item.call_id, "status": item.status}
+    return _given(role="assistant", type=item.type, **names, content=content)
+
+
+def _given(**fields: Any) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _check_json(data: Any) -> None:
+    """Check the bounds of an `input_json`.
+
+    Raises:
+        ValueError: a bound is exceeded, or the data are no JSON.
+    """
+    left, count = [(data, 1)], 0
+    while left:
+        value, level = left.pop()
+        if level > JSON_LEVELS:
+            raise ValueError(f"input_json has more than {JSON_LEVELS} levels of objects and arrays")
+        inner = value.values() if isinstance(value, dict) else value
+        count += len(inner)
+        if count > JSON_VALUES:
+            raise ValueError(f"input_json has more than {JSON_VALUES} values")
+        left += [(one, level + 1) for one in inner if isinstance(one, (dict, list))]
+    if (size := len(compact(data).encode())) > JSON_BYTES:
+        raise ValueError(f"input_json has {size} bytes as compact JSON, at most {JSON_BYTES} are read")

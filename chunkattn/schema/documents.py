@@ -1,0 +1,86 @@
+"""Request bodies of `/v1/cache/documents`."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from chunkattn.schema.base import Body, CacheSalt, TemplateOptions, TokenIds
+from chunkattn.schema.generation import Document, Messages
+
+_ID = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
+_LONGEST_TTL_S = 10.0**9
+
+
+def _check_ttl(value: float) -> float:
+    if not 0 < value <= _LONGEST_TTL_S:
+        raise ValueError(f"ttl_s must be above 0 and at most {_LONGEST_TTL_S:.0f} seconds, got {value}")
+    return value
+
+
+Seconds = Annotated[float, AfterValidator(_check_ttl), Field(description="Seconds until the document is deleted.")]
+
+
+class _Parts(Body):
+    """Documents after a prefix."""
+
+    prefix: Annotated[str | TokenIds, Field(description="Prefix of the prompts that will use the documents.")] = ""
+    messages: Annotated[
+        Messages | None,
+        Field(description="Messages before the first user message, for chats; instead of prefix. Empty for chats without any."),
+    ] = None
+    documents: Annotated[
+        list[str | TokenIds | Document],
+        Field(fail_fast=True, description="Texts, token ids, or objects with a text, and perhaps a title."),
+    ]
+    cache_salt: CacheSalt = None
+    chat_template_kwargs: TemplateOptions
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.messages is not None and self.prefix:
+            raise ValueError("prefix and messages exclude each other")
+        if not self.documents:
+            raise ValueError("documents hold no document")
+        if self.messages == [] and all(isinstance(document, list) for document in self.documents):
+            raise ValueError("documents of an empty list of messages must be texts; give the prefix of token ids as prefix")
+        for number, name in enumerate(self.ids()):
+            if name is not None and not _ID.fullmatch(name):
+                raise ValueError(f"documents.{number}: an id has 1 to 128 letters, digits or any of _.:@-")
+        return self
+
+    def ids(self) -> list[str | None]:
+        """Return the id of each document; None for a document without an id."""
+        return [d.id if isinstance(d, Document) else None for d in self.documents]
+
+    def texts(self) -> list[Any]:
+        """Return text or token ids of each document."""
+        return [d.plain() if isinstance(d, Document) else d for d in self.documents]
+
+    def start(self) -> Any:
+        """Return the messages or the prefix. A missing prefix is empty text, or empty ids if the documents are ids."""
+        if self.messages is not None:
+            return [m.plain() for m in self.messages]
+        return self.prefix or ([] if isinstance(self.documents[0], list) else "")
+
+
+class CacheBody(_Parts):
+    """Documents to compute ahead of use, after a prefix."""
+
+    pin: Annotated[bool, Field(description="Protect the documents' K/V from eviction.")] = False
+    ttl_s: Seconds | None = None
+    priority: Annotated[int, Field(description="Lower values are scheduled first. The default is after generation.")] = 1
+
+
+class ForgetBody(_Parts):
+    """Documents whose K/V the engine forgets, after a prefix."""
+
+
+class ChangeBody(Body):
+    """Changes to a stored document."""
+
+    pinned: bool | None = None
+    ttl_s: Annotated[Seconds | Literal["never"] | None, Field(description="Lifetime in seconds from now, or 'never'.")] = None
+    cache_salt: CacheSalt = None

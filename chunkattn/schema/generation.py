@@ -1,0 +1,349 @@
+"""Request bodies of `/v1/completions` and `/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import AfterValidator, Field, model_validator
+
+from chunkattn.focus import Focus
+from chunkattn.parsers import DocumentPrompt
+from chunkattn.parsers.prompt import Prompt
+from chunkattn.schema.accepted import (
+    AN_OBJECT,
+    ChatNoEffect,
+    CompletionNoEffect,
+    MessageNoEffect,
+    ShallowObject,
+    no_effect,
+)
+from chunkattn.schema.base import Entry, Rendered, Sampling, Strict, Texts, TokenIds, TokenLists
+from chunkattn.web.errors import ApiError
+
+
+class Document(Entry):
+    """Document as an object. The title becomes the line before the text."""
+
+    id: str | None = None
+    title: str | None = None
+    text: str
+
+    def plain(self) -> str:
+        """Return the text of the document."""
+        return titled(self.title, self.text)
+
+
+class DocumentOrId(Entry):
+    """Document as an object: a text, perhaps with a title for the line before it, or the id of a stored document alone."""
+
+    id: str | None = None
+    title: str | None = None
+    text: str | None = None
+
+    def plain(self) -> str:
+        """Return the text of the document."""
+        return titled(self.title, self.text or "")
+
+
+def titled(title: str | None, text: str) -> str:
+    """Return a text below its title, if it has one.
+
+    Args:
+        title: line before the text; None or empty for none.
+        text: text of the document.
+    """
+    return f"{title}\n{text}" if title else text
+
+
+def check_documents(documents: list[Any]) -> list[Any]:
+    """Check that every object has a text, or an id alone.
+
+    Args:
+        documents: documents of a request.
+
+    Raises:
+        ValueError: an object has neither, or a title without a text.
+    """
+    for number, document in enumerate(documents):
+        if isinstance(document, DocumentOrId) and document.text is None and (document.id is None or document.title is not None):
+            raise ValueError(f"entry {number} needs a text, or the id of a stored document and nothing else")
+    return documents
+
+
+def named_documents(documents: Sequence[Any] | None) -> dict[int, str]:
+    """Return the ids of the documents that a request names by id, by their place.
+
+    Args:
+        documents: documents of a request.
+    """
+    given = enumerate(documents or ())
+    return {number: d.id for number, d in given if isinstance(d, DocumentOrId) and d.text is None and d.id is not None}
+
+
+def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any]:
+    """Return the texts and token ids of a request's documents.
+
+    Args:
+        documents: documents of a request.
+        stored: contents of the documents named by id, by their place.
+    """
+    given = enumerate(documents)
+    return [stored[n] if n in stored else d.plain() if isinstance(d, DocumentOrId) else d for n, d in given]
+
+
+PromptDocuments = Annotated[list[str | TokenIds | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
+
+
+Count = Annotated[int, Field(ge=1, description="Number of documents to choose.")]
+
+
+class FocusOptions(Strict):
+    """Choice among the documents by the question; see `chunkattn.Focus`."""
+
+    top_n: Count
+    mode: Annotated[
+        Literal["reread", "only"],
+        Field(description="Repeat the chosen documents before the question, or leave the other documents out."),
+    ] = "only"
+    score: Annotated[str, Field(description="Score by which documents are chosen: likelihood or relevance.")] = "likelihood"
+
+
+FocusField = Annotated[
+    Count | FocusOptions | None,
+    Field(description="Number of documents to choose by the question, or `{top_n, mode, score}`; by default none is chosen."),
+]
+
+
+def focus_of(given: int | FocusOptions | None) -> Focus | None:
+    """Return the focus of a request, or None without one. The engine checks the name of the score.
+
+    Args:
+        given: value of the field `focus`.
+    """
+    if given is None or isinstance(given, FocusOptions):
+        return None if given is None else Focus(given.top_n, given.mode, given.score)
+    return Focus(given)
+
+
+class Chunks(Strict):
+    """Prompt in parts. The server never splits a part, so a document cannot forge a boundary.
+
+    Prefix and question are both text or both token ids. A document is a text, an object, or token ids.
+    """
+
+    prefix: str | TokenIds = ""
+    documents: PromptDocuments
+    question: str | TokenIds
+
+    def prompt(self, stored: Mapping[int, Any]) -> DocumentPrompt:
+        """Return the prompt; an absent prefix is empty text or empty ids, as the question is.
+
+        Args:
+            stored: token ids of the documents named by id, by their place.
+        """
+        prefix: str | TokenIds = self.prefix or ("" if isinstance(self.question, str) else [])
+        return DocumentPrompt(prefix, with_stored(self.documents, stored), self.question)
+
+
+def prompts_of(prompt: str | Sequence[Any]) -> list[Prompt]:
+    """Return the prompts of a completion.
+
+    Args:
+        prompt: text or token ids, or a list of either.
+    """
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [{"prompt_token_ids": prompt}]
+    return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompt]
+
+
+class CompletionBody(Sampling, CompletionNoEffect):
+    """Request body of `/v1/completions`."""
+
+    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
+
+    prompt: Annotated[
+        str | TokenIds | Texts | TokenLists,
+        Field(description="Text or token ids, or a list of either; split at the separator if chunk_aware."),
+    ] = ""
+    chunks: Annotated[Chunks | None, Field(description="The prompt in parts; instead of prompt.")] = None
+    chunk_aware: Annotated[
+        bool | None, Field(description="Split prompts at the separator; by default the engine's enable_chunk_aware.")
+    ] = None
+    focus: FocusField = None
+    max_tokens: int = 16
+    echo: Annotated[bool, Field(description="Return the prompt before the text, with its log-probabilities if asked.")] = False
+    logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per token.")] = None
+    add_special_tokens: Annotated[
+        bool, Field(description="Begin prompts given as text with the tokenizer's leading special tokens.")
+    ] = True
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionBody:
+        if self.chunks is not None and self.prompt:
+            raise ValueError("prompt and chunks exclude each other; leave prompt out or empty")
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise ValueError("max_tokens 0 generates nothing; it needs echo or prompt_logprobs")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are part of logprobs under echo; ask for one of them")
+        if self.best_of not in (None, self.n):
+            text = f"best_of is not supported by this server; leave it out, or send the value of n, {self.n}"
+            raise ApiError(400, text, param="best_of", code="unsupported_parameter")
+        return self
+
+    @model_validator(mode="after")
+    def _check_given(self) -> CompletionBody:
+        if self.chunks is None and "prompt" not in self.model_fields_set:
+            text = "prompt is missing; give prompt or chunks"
+            raise ApiError(400, text, param="prompt", code="missing_required_parameter")
+        return self
+
+    def named(self) -> dict[int, str]:
+        """Return the ids of the documents named by id, by their place."""
+        return {} if self.chunks is None else named_documents(self.chunks.documents)
+
+    def prompts(self, stored: Mapping[int, Any]) -> list[Prompt]:
+        """Return every prompt of the request.
+
+        Args:
+            stored: token ids of the documents named by id, by their place.
+        """
+        if self.chunks is not None:
+            return [self.chunks.prompt(stored)]
+        return prompts_of(self.prompt)
+
+
+MAX_MESSAGES = 4096
+MAX_TOOL_CALLS = 128
+"""Limit on the calls of one message, as OpenAI's limit on tools."""
+
+
+class ContentPart(Entry):
+    """Part of a message's content. Only text is supported."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: Annotated[ShallowObject, no_effect(AN_OBJECT, "caching is automatic")] = None
+    prompt_cache_breakpoint: Annotated[ShallowObject, no_effect(AN_OBJECT, "caching is automatic")] = None
+
+
+class CalledFunction(Entry):
+    """Function that an assistant called, with its arguments as the text of a JSON object or as an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Entry):
+    """Call of a tool by an assistant."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the call for the chat template. `index` numbers the calls of a stream and is left out."""
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
+
+
+class Message(MessageNoEffect):
+    """Message of a conversation."""
+
+    role: str
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    type: Literal["text"] | None = None
+    tool_call_id: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOL_CALLS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Return the number of characters of the content."""
+        return len(self.text)
+
+    @property
+    def text(self) -> str:
+        """Return the content as one text."""
+        return "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content or ""
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message for the chat template. A single text part is a text."""
+        content: Any = self.content
+        if isinstance(content, list):
+            content = [{"type": "text", "text": part.text} for part in content] if len(content) > 1 else self.text
+        calls = None if self.tool_calls is None else [call.plain() for call in self.tool_calls]
+        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls,
+            "reasoning_content": thoughts,
+        }
+        given = {name: value for name, value in optional.items() if value is not None}
+        return {"role": self.role, "content": content, **given}
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+
+
+class TextFormat(Strict):
+    """Response format; only text is supported."""
+
+    type: Literal["text"]
+
+
+class ChatBody(Sampling, Rendered, ChatNoEffect):
+    """Request body of `/v1/chat/completions`."""
+
+    fields_of: ClassVar = {
+        "prompt": ("messages",),
+        "max_tokens": ("max_tokens", "max_completion_tokens"),
+        "logprobs": ("top_logprobs", "logprobs"),
+    }
+
+    messages: Messages
+    documents: Annotated[
+        PromptDocuments | None,
+        Field(description='Chunks of the prompt: texts, token ids, objects with a text, or `{"id"}` of a stored document.'),
+    ] = None
+    focus: FocusField = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    logprobs: bool = False
+    top_logprobs: int | None = None
+    response_format: TextFormat | None = None
+    echo: Annotated[
+        bool, Field(description="Begin the answer with the text of the last message, if that is an assistant's.")
+    ] = False
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs need logprobs: true")
+        self.check_same("max_tokens", "max_completion_tokens")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Return the number of tokens to generate at most; None generates as many as fit."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    def chunks(self, stored: Mapping[int, Any]) -> list[Any] | None:
+        """Return the text or the token ids of each document, or None without documents.
+
+        Args:
+            stored: token ids of the documents named by id, by their place.
+        """
+        return None if self.documents is None else with_stored(self.documents, stored)
+
+    @property
+    def echoed(self) -> str:
+        """Return the text before the generated text of every answer: that of an assistant's last message under `echo`."""
+        last = self.messages[-1] if self.echo and self.messages else None
+        return last.text if last is not None and last.role == "assistant" else ""

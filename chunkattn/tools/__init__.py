@@ -1,0 +1,1 @@
+"""Commands that measure: benchmarks, load, flips and evaluation."""

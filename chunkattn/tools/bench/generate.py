@@ -1,0 +1,235 @@
+"""Benchmark `chunkattn bench gen`: the rounds of its cases on one engine, beside vLLM.
+
+Every case has one round that compiles and is not timed. In the timed rounds, chunkattn and vLLM take turns on the same new
+token ids. A case of documents is chunk-aware on chunkattn and one causal prompt of the same tokens on vLLM.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import sleep
+
+from chunkattn.errors import EngineError
+from chunkattn.tools.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
+from chunkattn.tools.bench.geometry import GEOMETRIES
+from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, round_name
+from chunkattn.tools.bench.peers import NOT_FOUND, PeerError, PeerProcess, find_python
+from chunkattn.tools.bench.score import matmul_rate, read_mib, read_rate
+
+_PAUSE_S = 0.3
+"""Seconds between two processes' jobs, because idle threads of OpenMP and XLA spin for a while."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Row of the table.
+
+    Attributes:
+        name: name of the case, with its sizes.
+        unit: unit of all values: `s`, `tok/s` or `items/s`.
+        values: chunkattn's value of every round.
+        peer_values: vLLM's value of every round; empty without a measurement.
+        median: median of `values`.
+        peer_median: median of `peer_values`; None without a measurement.
+        ratio: chunkattn's speed over vLLM's, the quotient of the medians; None without a measurement.
+        cached: prompt tokens found in chunkattn's cache.
+        compiles: programs that chunkattn compiled in the timed rounds.
+        peak_share: share of the machine's rate that the median needs. `tok/s` reads the weights once a step and counts against
+            `Report.read_bytes_per_s`. Other cases count needed operations against `Report.matmul_flops`.
+        peak_mib: peak resident host memory of this process in the timed rounds in MiB, without the memory of an accelerator.
+    """
+
+    name: str
+    unit: str
+    values: tuple[float, ...]
+    peer_values: tuple[float, ...]
+    median: float
+    peer_median: float | None
+    ratio: float | None
+    cached: int
+    compiles: int
+    peak_share: float
+    peak_mib: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """Result of the benchmark.
+
+    Attributes:
+        cases: rows of the table.
+        backend: name of the attention backend.
+        weight_bytes: bytes of the weights.
+        matmul_flops: rate of a large matrix product in FLOP/s, the best of two measurements per case.
+        read_bytes_per_s: rate at which a reduction reads `read_mib` MiB in bytes per second, the best of two measurements per
+            case.
+        read_mib: size in MiB of the array that the reduction reads.
+        peer: name and version of the peer; empty if it was not asked for.
+        peer_note: reason for missing figures of the peer, or a limitation of them.
+    """
+
+    cases: list[Case]
+    backend: str
+    weight_bytes: int
+    matmul_flops: float
+    read_bytes_per_s: float
+    read_mib: int
+    peer: str
+    peer_note: str
+
+
+def run(
+    geometry: str,
+    sizes: Sizes,
+    cases: Sequence[str] = CASES,
+    *,
+    dtype: str = "bfloat16",
+    repeats: int = 3,
+    pythons: Sequence[Path] | None = None,
+    progress: Progress = nullcontext,
+) -> Report:
+    """Measure cases on random weights, and vLLM beside them.
+
+    Args:
+        geometry: name of the model's geometry.
+        sizes: token counts of the cases.
+        cases: names in `CASES`, in order.
+        dtype: dtype of weights and K/V.
+        repeats: number of timed rounds, after one round that compiles.
+        pythons: interpreters, of which the first with vLLM runs it; None measures no peer.
+        progress: called with the name of each round; returns the context manager in which the round runs.
+
+    Raises:
+        EngineError: a step failed.
+    """
+    bench = GenerateBench(geometry, sizes, cases, dtype=dtype)
+    if "score" in cases:
+        with progress("score, first requests"):
+            bench.warm_up_score()
+    rows: list[_Row] = []
+    matmul = read = 0.0
+
+    def measure_rates() -> None:
+        nonlocal matmul, read
+        matmul, read = max(matmul, matmul_rate(dtype)), max(read, read_rate())
+
+    with _Peer(geometry, sizes, cases, dtype, pythons, progress) as peer:
+        for make in bench.makers():
+            for job in make():
+                with progress(f"{job.name}, {round_name(0, repeats)}"):
+                    job.measure()
+                peer.measure(job, round_name(0, repeats))
+            measure_rates()
+            rows += _rounds(bench, make, peer, repeats, progress)
+            measure_rates()
+    core = bench.engine.core
+    return Report(
+        [row.case(core.runner.weight_bytes, matmul, read) for row in rows],
+        core.runner.backend.name,
+        core.runner.weight_bytes,
+        matmul,
+        read,
+        read_mib(),
+        peer.name,
+        peer.note,
+    )
+
+
+def _rounds(bench: GenerateBench, make: Callable[[], list[Job]], peer: _Peer, repeats: int, progress: Progress) -> list[_Row]:
+    """Measure the jobs of one case in timed rounds, chunkattn first."""
+    rows: dict[str, _Row] = {}
+    compiles = bench.engine.core.runner.compiles
+    reset_peak()
+    for number in range(repeats):
+        for job in make():
+            name = round_name(number + 1, repeats)
+            row = rows.setdefault(job.name, _Row(job))
+            before = compiles.total()
+            with progress(f"{job.name}, {name}"):
+                row.samples.append(job.measure())
+            row.compiles += compiles.total() - before
+            row.peak = max(row.peak, peak_bytes())
+            if (value := peer.measure(job, name)) is not None:
+                row.peer_values.append(value)
+    return list(rows.values())
+
+
+@dataclass
+class _Row:
+    """Measurements of one row of the table."""
+
+    job: Job
+    samples: list[Sample] = field(default_factory=list)
+    peer_values: list[float] = field(default_factory=list)
+    compiles: int = 0
+    peak: int = 0
+
+    def case(self, weight_bytes: int, matmul: float, read: float) -> Case:
+        """Return the row, with shares of the machine's rates in FLOP/s and bytes/s."""
+        found = [self.job.value(sample.seconds, sample.decode_rate) for sample in self.samples]
+        values = [value for value in found if value is not None]
+        if len(values) < len(found):
+            raise EngineError(f"{self.job.name}: the sequences do not decode together for as many tokens")
+        # A peer that failed in some round has no figure.
+        theirs = self.peer_values if len(self.peer_values) == len(values) else []
+        median, other = statistics.median(values), statistics.median(theirs) if theirs else None
+        if self.job.unit == "tok/s":
+            share = median / len(self.job.batches[0]) * weight_bytes / read
+        else:
+            share = self.samples[0].flops / statistics.median(sample.seconds for sample in self.samples) / matmul
+        ratio = None if other is None else other / median if self.job.unit == "s" else median / other
+        cached, peak = max(sample.cached for sample in self.samples), self.peak / 2**20
+        return Case(
+            self.job.name, self.job.unit, tuple(values), tuple(theirs), median, other, ratio, cached, self.compiles, share, peak
+        )
+
+
+class _Peer(ExitStack):
+    """vLLM, or the reason why there is no vLLM. After a failure it measures nothing.
+
+    Attributes:
+        name: see `Report.peer`.
+        note: see `Report.peer_note`.
+    """
+
+    def __init__(
+        self, geometry: str, sizes: Sizes, cases: Sequence[str], dtype: str, pythons: Sequence[Path] | None, progress: Progress
+    ) -> None:
+        super().__init__()
+        self._process: PeerProcess | None = None
+        self._progress = progress
+        self.name, self.note = "", ""
+        if pythons is None:
+            return
+        self.name = "vllm"
+        if (python := find_python(pythons, "vllm")) is None:
+            self.note = NOT_FOUND
+            return
+        limit = min(sizes.longest(cases) + sizes.block_size, GEOMETRIES[geometry].max_position_embeddings)
+        options = {"dtype": dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
+        try:
+            with progress("start of vllm"):
+                self._process = self.enter_context(PeerProcess(python, "vllm", geometry, **options))
+        except PeerError as error:
+            self.note = f"failed: {error}"
+        else:
+            self.name, self.note = f"vllm {self._process.version}", self._process.note
+
+    def measure(self, job: Job, number: str) -> float | None:
+        """Return vLLM's value of a job in a round, or None without a running vLLM."""
+        if self._process is None:
+            return None
+        try:
+            sleep(_PAUSE_S)
+            with self._progress(f"{job.name}, vllm, {number}"):
+                found = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
+            sleep(_PAUSE_S)
+        except PeerError as error:
+            self.note, self._process = f"failed: {error}", None
+            self.close()
+            return None
+        return job.value(found["seconds"], found["decode_rate"])

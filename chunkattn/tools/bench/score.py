@@ -1,0 +1,401 @@
+"""Benchmark `chunkattn bench score`: one query and many items by every algorithm, in one process on one engine.
+
+The algorithms take turns in rounds, each time with a new query and new items. `prefill_extend` also runs with the query in
+the cache. `serial` is timed on some of the items, and its time is scaled to all.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from chunkattn.calls.algorithms import ALGORITHMS, refusals
+from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.score import ScoreCall
+from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.engine.runner import Runner
+from chunkattn.errors import EngineError, RequestError
+from chunkattn.models.loader import ModelFiles
+from chunkattn.outputs import ScoreOutput
+from chunkattn.tools.bench.geometry import make_core, spec_of
+from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, resident_bytes, round_name
+
+LABELS = 9454, 2753
+EXTEND = "prefill_extend"
+IN_ORDER = ("serial", *(name for name in ALGORITHMS if name != "serial"))
+"""All algorithms, the baseline `serial` first."""
+BLOCK = 16
+"""Slots per page unless a benchmark is given another number."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Token counts of a scoring request.
+
+    Attributes:
+        query: tokens of the query.
+        items: number of items.
+        item_len: tokens per item.
+    """
+
+    query: int = 2000
+    items: int = 500
+    item_len: int = 20
+
+    @property
+    def name(self) -> str:
+        """Return the sizes."""
+        return f"query {self.query}, {self.items} x {self.item_len}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """Row of the table, with medians over the rounds.
+
+    Attributes:
+        query: tokens of the query.
+        items: number of items.
+        item_len: tokens per item.
+        algorithm: name of the algorithm.
+        cached: whether the query was in the cache.
+        measured_items: number of timed items; figures that depend on the number are scaled to all items.
+        seconds: time of all items in seconds.
+        items_per_s: items per second.
+        speedup: speed over `serial` on the same workload; None without `serial`.
+        peak_share: achieved share of `matmul_flops`, counting needed operations only: the matrices for every row laid out,
+            attention for every visible pair, the head for every row that is read.
+        matmul_flops: rate of a large matrix product in FLOP/s, measured in the same process.
+        rows: number of rows laid out and not cached.
+        padding: rows computed to fill buckets.
+        compiles: programs compiled in the timed rounds.
+        predicted_s: time in seconds that the cost model predicted before the run; None if it predicts none.
+        auto: whether `auto` picks this algorithm after all rounds, given this row's state of the cache.
+        peak_mib: peak resident host memory of the process in MiB, without the memory of an accelerator.
+        growth_mib: growth of the resident host memory in MiB; None if the system does not report it.
+    """
+
+    query: int
+    items: int
+    item_len: int
+    algorithm: str
+    cached: bool
+    measured_items: int
+    seconds: float
+    items_per_s: float
+    speedup: float | None
+    peak_share: float
+    matmul_flops: float
+    rows: int
+    padding: int
+    compiles: int
+    predicted_s: float | None
+    auto: bool
+    peak_mib: float
+    growth_mib: float | None
+
+    @property
+    def name(self) -> str:
+        """Return the algorithm's name, with the state of the cache if the query is cached."""
+        return f"{self.algorithm}, cached" if self.cached else self.algorithm
+
+
+class Run(NamedTuple):
+    """Measurement of one scoring request: times in seconds, memory in bytes."""
+
+    seconds: float
+    output: ScoreOutput
+    flops: float
+    padding: int
+    compiles: int
+    peak: int
+    growth: int | None
+
+
+class ScoreBench:
+    """Engine over random weights with the scoring calls of `LLM`, for token ids.
+
+    Args:
+        geometry: name of the model's geometry.
+        kv_tokens: size of the KV pool in tokens.
+        dtype: dtype of weights and K/V.
+        block_size: slots per page.
+        **options: other options of the engine.
+    """
+
+    def __init__(
+        self, geometry: str, kv_tokens: int, *, dtype: str = "bfloat16", block_size: int = BLOCK, **options: Any
+    ) -> None:
+        self.core = make_core(geometry, -(-kv_tokens // block_size), dtype=dtype, block_size=block_size, **options)
+        files = ModelFiles(Path(), spec_of(geometry), jnp.dtype(dtype), tokenizer=None, eos_token_ids=())
+        self.frontend = Frontend(self.core.config, files)
+        self.frontend.connect(self.core.limits)
+        self.vocab_size = self.core.limits.vocab_size
+        self.labels = tuple(label % self.vocab_size for label in LABELS)
+        self._rng = np.random.default_rng(0)
+
+    def ids(self, size: int) -> list[int]:
+        """Return `size` random token ids."""
+        return self._rng.integers(0, self.vocab_size, size).tolist()
+
+    def items(self, workload: Workload) -> list[list[int]]:
+        """Return the random items of a workload."""
+        return [self.ids(workload.item_len) for _ in range(workload.items)]
+
+    def call(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> ScoreCall[ScoreOutput]:
+        """Return the call of one query, with its algorithm chosen.
+
+        Args:
+            query: token ids of the query.
+            items: token ids of each item.
+            algorithm: name of the algorithm, or `"auto"`.
+        """
+        labels = [self.labels] * len(items)
+        call = ScoreCall[ScoreOutput](self.frontend, query, items, labels, algorithm=algorithm)
+        call.plan({})
+        return call
+
+    def refused(self, query: list[int], items: list[list[int]]) -> dict[str, str]:
+        """Return the reason for each algorithm that cannot serve a call.
+
+        Args:
+            query: token ids of the query.
+            items: token ids of each item.
+        """
+        call, backends = self.call(query, items), self.core.limits.backends
+        return refusals(call, sliding_window=None, caching=True, backends=backends)
+
+    def run(self, query: list[int], items: list[list[int]], algorithm: str) -> Run:
+        """Run one scoring request, from its token ids to the scores.
+
+        Args:
+            query: token ids of the query.
+            items: token ids of each item.
+            algorithm: name of the algorithm, or `"auto"`.
+
+        Raises:
+            EngineError: a step failed.
+        """
+        metrics, compiles = self.core.metrics, self.core.runner.compiles
+        padding, compiled = metrics.value("padding_rows_total"), compiles.total()
+        reset_peak()
+        before = resident_bytes()
+        self.frontend.scores.results.clear()  # the same items again are work again
+        began = time.perf_counter()
+        call, requests = self.call(query, items, algorithm), []
+        for stage in call.stages():
+            requests += stage
+            for request in stage:
+                self.core.add(request, checked=True)
+            while self.core.has_work:
+                for event in self.core.step():
+                    if not isinstance(event, (ScoreResult, PrecomputeResult)):
+                        raise EngineError(f"the request failed: {event}")
+                    call.take(event)
+        output = call.result()
+        seconds, peak = time.perf_counter() - began, peak_bytes()
+        return Run(
+            seconds,
+            output,
+            needed_flops(self.core.runner, requests, call.cached_query),
+            int(metrics.value("padding_rows_total") - padding),
+            compiles.total() - compiled,
+            peak,
+            None if before is None else max(peak - before, 0),
+        )
+
+
+def needed_flops(runner: Runner, requests: Sequence[GenerateRequest | PrecomputeRequest | ScoreRequest], cached: int) -> float:
+    """Return the floating-point operations that requests need, without padding or repeated work.
+
+    Args:
+        runner: runner of the model.
+        requests: requests of one scoring job, or one prompt, of which the first token is counted.
+        cached: tokens at the start of the prompt that were in the cache.
+    """
+    rows = pairs = read = 0
+    for request in requests:
+        layout = request.layout
+        if isinstance(request, ScoreRequest):
+            first = layout.prefix_len if request.share_prefix else 0
+            read += len(request.rows)
+        else:
+            first = cached
+            read += isinstance(request, GenerateRequest)
+        index = np.arange(first, len(layout))
+        rows += len(index)
+        pairs += int((index + 1 - np.maximum(layout.row_start[first:] - layout.prefix_len, 0)).sum())
+    head = 2 * runner.spec.hidden_size * runner.spec.vocab_size
+    return rows * runner.row_flops + pairs * runner.pair_flops + read * head
+
+
+def matmul_rate(dtype: str, repeats: int = 5) -> float:
+    """Return the rate of a large matrix product in FLOP/s, the best of `repeats` runs.
+
+    Args:
+        dtype: dtype of both matrices; the product is float32.
+        repeats: number of timed runs.
+    """
+    # A product as small as a CPU's would measure the start of an accelerator's program.
+    rows, inner, columns = (2048, 1024, 3072) if jax.default_backend() == "cpu" else (8192, 8192, 8192)
+    # Equal numbers switch few transistors, so that a GPU would clock higher than it does for real weights.
+    keys = jax.random.split(jax.random.key(0))
+    a, b = (jax.random.normal(key, size, dtype) for key, size in zip(keys, ((rows, inner), (inner, columns)), strict=True))
+    multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
+    return 2 * rows * inner * columns / _best_seconds(lambda: multiply(a, b), repeats)
+
+
+def read_mib() -> int:
+    """Return the size in MiB of the array that `read_rate` reads by default."""
+    return 256 if jax.default_backend() == "cpu" else 4096
+
+
+def read_rate(mib: int | None = None, repeats: int = 5) -> float:
+    """Return the rate in bytes per second at which a reduction reads a large array, the best of `repeats` runs.
+
+    The reduction is a bitwise or: it has no rounding order, so XLA vectorizes it and spreads rows over cores.
+
+    Args:
+        mib: size of the array in MiB; None for `read_mib`.
+        repeats: number of timed runs.
+    """
+    mib = mib or read_mib()
+    array = jnp.ones((mib << 4, 1 << 14), jnp.int32)
+    reduce = jax.jit(lambda a: jax.lax.reduce(a, jnp.int32(0), jax.lax.bitwise_or, (1,)))
+    return array.nbytes / _best_seconds(lambda: reduce(array), repeats)
+
+
+def _best_seconds(call: Callable[[], jax.Array], repeats: int) -> float:
+    """Return the shortest time of a call, after one call that compiles."""
+    call().block_until_ready()
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        call().block_until_ready()
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def pool_tokens(query: int, budget: int = 2048) -> int:
+    """Return the size in tokens of a KV pool that holds packs of full length after a query.
+
+    Args:
+        query: tokens of the query.
+        budget: token budget of a step.
+    """
+    return 4 * max(8192, 4 * query, budget)
+
+
+def run(
+    geometry: str,
+    workloads: Sequence[Workload],
+    algorithms: Sequence[str],
+    *,
+    dtype: str = "bfloat16",
+    repeats: int = 3,
+    serial_items: int = 4,
+    kv_tokens: int | None = None,
+    block_size: int = BLOCK,
+    progress: Progress = nullcontext,
+) -> Iterator[list[Case]]:
+    """Yield the cases of each workload, measured on random weights.
+
+    Args:
+        geometry: name of the model's geometry.
+        workloads: workloads to measure, in order.
+        algorithms: algorithms to measure; a workload skips algorithms that cannot serve it.
+        dtype: dtype of weights and K/V.
+        repeats: number of timed rounds, after one round that compiles.
+        serial_items: number of items that `serial` is timed on.
+        kv_tokens: size of the KV pool in tokens; None for `pool_tokens` of the longest query.
+        block_size: slots per page.
+        progress: called with the name of each round; returns the context manager in which the round runs.
+
+    Raises:
+        EngineError: a step failed.
+        RequestError: no algorithm can serve a workload.
+    """
+    tokens = kv_tokens or pool_tokens(max(w.query for w in workloads))
+    bench = ScoreBench(geometry, tokens, dtype=dtype, block_size=block_size)
+    matmul = 0.0
+    for workload in workloads:
+        query, items = bench.ids(workload.query), bench.items(workload)
+        refused = bench.refused(query, items)
+        served = [name for name in algorithms if name not in refused]
+        if not served:
+            raise RequestError(next(iter(refused.values())))
+        runs: dict[Key, list[Run]] = {}
+        for number in range(1 + repeats):
+            if number:
+                matmul = max(matmul, matmul_rate(dtype))
+            for key, found in _round(bench, workload, served, serial_items, progress, round_name(number, repeats)):
+                if number:  # the first round compiles
+                    runs.setdefault(key, []).append(found)
+        # Ask `auto` now that the cost model has measured the engine.
+        picks = {False: bench.call(query, items).choice[0]}
+        if EXTEND in served:
+            known = bench.ids(workload.query)
+            bench.run(known, items[:1], EXTEND)
+            picks[True] = bench.call(known, items).choice[0]
+        yield _cases(workload, runs, picks, matmul)
+
+
+Key = tuple[str, bool]
+"""Name of an algorithm, and whether the query is in the cache."""
+
+
+def _round(
+    bench: ScoreBench, workload: Workload, algorithms: Sequence[str], serial_items: int, progress: Progress, number: str
+) -> list[tuple[Key, Run]]:
+    """Run every algorithm once; `prefill_extend` again with a cached query."""
+    found = []
+    for name in algorithms:
+        query, items = bench.ids(workload.query), bench.items(workload)
+        with progress(f"{workload.name}, {name}, {number}"):
+            found.append(((name, False), bench.run(query, items[:serial_items] if name == "serial" else items, name)))
+        if name == EXTEND:
+            with progress(f"{workload.name}, {name} cached, {number}"):
+                found.append(((name, True), bench.run(query, bench.items(workload), name)))
+    return found
+
+
+def _cases(workload: Workload, runs: dict[Key, list[Run]], picks: dict[bool, str], matmul: float) -> list[Case]:
+    cases: list[Case] = []
+    serial = None
+    for (name, cached), found in runs.items():
+        first, measured = found[0], len(found[0].output.scores)
+        scale = workload.items / measured
+        seconds = statistics.median(r.seconds for r in found)
+        if name == "serial":
+            serial = seconds * scale
+        predicted = [r.output.predicted_seconds[name] for r in found if name in r.output.predicted_seconds]
+        growth = [r.growth for r in found if r.growth is not None]
+        cases.append(
+            Case(
+                **asdict(workload),
+                algorithm=name,
+                cached=cached,
+                measured_items=measured,
+                seconds=seconds * scale,
+                items_per_s=measured / seconds,
+                speedup=None if serial is None else serial / (seconds * scale),
+                peak_share=first.flops / seconds / matmul,
+                matmul_flops=matmul,
+                rows=round(first.output.usage.computed_tokens * scale),
+                padding=round(first.padding * scale),
+                compiles=max(r.compiles for r in found),
+                predicted_s=statistics.median(predicted) * scale if predicted else None,
+                auto=picks.get(cached) == name,
+                peak_mib=max(r.peak for r in found) / 2**20,
+                growth_mib=max(growth) / 2**20 if growth else None,
+            )
+        )
+    return cases

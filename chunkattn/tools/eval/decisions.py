@@ -1,0 +1,245 @@
+"""Decisions of a data file by every method, measured against the right answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, cast
+
+import numpy as np
+from jaxtyping import Float64
+
+from chunkattn.calls.decide import FITTED, DecideOptions
+from chunkattn.calls.decide_questions import METHODS, ask
+from chunkattn.calls.decide_states import read_state
+from chunkattn.decisions import Answer, Choice, PredicateAnswer
+from chunkattn.decisions import Question as Asked
+from chunkattn.errors import RequestError
+from chunkattn.llm import LLM
+from chunkattn.tools.eval.data import Decisions
+from chunkattn.tools.eval.measures import CONFIDENCE, Mean, mean_of
+from chunkattn.tools.eval.report import Row
+from chunkattn.tools.eval.results import Results, result_key
+
+BINS = 10
+"""Bins of the expected calibration error, of equal width."""
+_RESAMPLES = 2_000
+_SEED = 0
+
+Calibrate = bool | Literal["fitted"]
+Shares = list[Float64[np.ndarray, " N"]]
+"""Probabilities of the options of each question of a line, in the data's order."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """Method and calibration of `LLM.decide`."""
+
+    method: str
+    calibrate: Calibrate = False
+
+    @property
+    def name(self) -> str:
+        """Return the name in tables, such as `likelihood, N/A`."""
+        return self.method + {False: "", True: ", N/A", FITTED: ", fitted"}[self.calibrate]
+
+
+WAYS = tuple(Way(method, calibrate) for method in METHODS for calibrate in (False, True))
+"""Every method without and with division by the probabilities behind the content-free state."""
+
+
+def ways_of(llm: LLM) -> list[Way]:
+    """Return the ways that an engine can answer in; the first is the baseline.
+
+    Args:
+        llm: engine; with a calibration of labels it has three more ways.
+    """
+    fitted = [Way(method, cast("Calibrate", FITTED)) for method in METHODS if llm.frontend.label_scales]
+    return sorted([*WAYS, *fitted], key=lambda way: METHODS.index(way.method))
+
+
+@dataclass(frozen=True)
+class Given:
+    """Answers to all questions of a file in one way.
+
+    Attributes:
+        shares: probabilities of each line's questions.
+        turned: the same for the options in reverse order, put into the data's order.
+    """
+
+    shares: list[Shares]
+    turned: list[Shares]
+
+
+def examine(
+    llm: LLM,
+    lines: Sequence[Decisions],
+    ways: Sequence[Way],
+    results: Results,
+    advance: Callable[[int], None],
+    template_options: Mapping[str, Any] | None = None,
+) -> dict[Way, Given]:
+    """Ask all questions in every way.
+
+    Args:
+        llm: engine.
+        lines: states, questions and right answers.
+        ways: methods and calibrations.
+        results: earlier results; new results are added.
+        advance: called with 1 after every line.
+        template_options: variables of the chat template.
+
+    Raises:
+        RequestError: a line cannot be asked. The message names the line.
+        EngineError: a step failed.
+    """
+    engine = [llm.core.runner.fingerprint().hex(), llm.config.model]
+    scales = {kind: asdict(scale) for kind, scale in llm.frontend.label_scales.items()}
+    found = {way: Given([], []) for way in ways}
+    for line in lines:
+        text, asked = read_state(line.state), [*map(repr, line.questions)]
+        for way, given in found.items():
+            try:
+                tokens = _tokens(llm, text, line.questions, way.method, template_options)
+                fit = [scales] if way.calibrate == FITTED else []
+                key = result_key("decisions", *engine, text, asked, tokens, way.method, way.calibrate, *fit)
+                if key not in results:
+                    values = [_ask(llm, text, own, way, template_options) for own in (line.questions, _turned(line.questions))]
+                    results.add([{"key": key, "line": line.line, "way": way.name, "shares": values[0], "turned": values[1]}])
+            except RequestError as error:
+                raise RequestError(f"line {line.line}: {error}") from None
+            given.shares.append([np.asarray(own) for own in results[key]["shares"]])
+            turned = zip(line.questions, results[key]["turned"], strict=True)
+            given.turned.append([np.asarray(own[::-1] if isinstance(q, Choice) else own) for q, own in turned])
+        advance(1)
+    return found
+
+
+def _tokens(
+    llm: LLM, state: str, questions: Sequence[Asked], method: str, template_options: Mapping[str, Any] | None
+) -> list[Sequence[int]]:
+    """Return the token ids of a line's prompts and labels, which follow from the tokenizer and its chat template."""
+    labels, plain = llm.frontend.answer_labels(None, template_options), llm.frontend.plain
+    found: list[Sequence[int]] = [labels.template.prefix(state)]
+    for number, question in enumerate(questions):
+        asked = ask(question, method, labels, part := f"question {number}")
+        found += [asked.label_ids, *(labels.template.item(pieces, part) for pieces in asked.items)]
+        found += [plain.fill(["", text], part, "questions") for text in asked.texts]
+    return found
+
+
+def _ask(
+    llm: LLM, state: str, questions: Sequence[Asked], way: Way, template_options: Mapping[str, Any] | None
+) -> list[list[float]]:
+    options: DecideOptions = {"method": way.method, "calibrate": way.calibrate, "chat_template_kwargs": template_options}
+    output = llm.decide(state, questions, use_tqdm=False, **options)
+    return [shares_of(answer) for answer in output.answers]
+
+
+def shares_of(answer: Answer) -> list[float]:
+    """Return the probabilities of an answer in the caller's order; of a predicate, those of yes and no."""
+    if isinstance(answer, PredicateAnswer):
+        return [answer.probability, 1 - answer.probability]
+    return [*answer.probabilities.values()]
+
+
+def _turned(questions: Sequence[Asked]) -> list[Asked]:
+    return [replace(own, options=[*own.options][::-1]) if isinstance(own, Choice) else own for own in questions]
+
+
+# Measures
+
+
+def compare(lines: Sequence[Decisions], given: dict[Way, Given]) -> list[Row]:
+    """Return one row per way, with intervals of the paired differences from the first way. A line is the unit of an interval.
+
+    Args:
+        lines: questions and right answers.
+        given: answers in every way.
+    """
+    values = {way: _values(lines, own) for way, own in given.items()}
+    base = next(iter(values.values()))
+    rows = []
+    for way, own in values.items():
+        means = {name: mean_of(listed) for name, listed in own.items()}
+        means = {"accuracy": means.pop("accuracy"), "Brier": means.pop("Brier"), "ECE": _ece(lines, given[way]), **means}
+        changes = {name: mean_of(own[name] - base[name]) for name in ("accuracy", "Brier")}
+        rows.append(Row(way.name, means, None if own is base else changes))
+    return rows
+
+
+def _values(lines: Sequence[Decisions], given: Given) -> dict[str, np.ndarray]:
+    """Return the mean of every measure over the questions of each line, float64 `[lines]`."""
+    pairs = [list(zip(line.answers, shares, strict=True)) for line, shares in zip(lines, given.shares, strict=True)]
+    found = {
+        "accuracy": np.asarray([np.mean([own.argmax() == right for right, own in line]) for line in pairs]),
+        "Brier": np.asarray([np.mean([brier(own, right) for right, own in line]) for line in pairs]),
+    }
+    flips = []
+    for line, shares, turned in zip(lines, given.shares, given.turned, strict=True):
+        places = [n for n, asked in enumerate(line.questions) if isinstance(asked, Choice)]
+        if places:
+            flips.append(np.mean([shares[n].argmax() != turned[n].argmax() for n in places]))
+    return {**found, "flips": np.asarray(flips)} if flips else found
+
+
+def brier(shares: Float64[np.ndarray, " N"], right: int) -> float:
+    """Return the sum of the squared differences between the probabilities and the right answer: 0 to 2.
+
+    Args:
+        shares: probability of each option.
+        right: place of the right option.
+
+    Source: Brier, "Verification of forecasts expressed in terms of probability", Monthly Weather Review 78 (1950).
+    """
+    return float(np.square(shares).sum() - 2 * shares[right] + 1)
+
+
+def ece(tops: Float64[np.ndarray, " Q"], hits: Float64[np.ndarray, " Q"]) -> float:
+    """Return the expected calibration error over `BINS` bins of equal width.
+
+    Args:
+        tops: probability of the likeliest option of each question.
+        hits: 1 where the likeliest option is right, else 0.
+
+    Source: Guo et al., "On calibration of modern neural networks", arXiv:1706.04599.
+    """
+    bins = np.minimum((tops * BINS).astype(int), BINS - 1)
+    return float(np.abs(np.bincount(bins, hits - tops, BINS)).sum() / len(tops))
+
+
+def _ece(lines: Sequence[Decisions], given: Given) -> Mean:
+    """Return the expected calibration error with its percentile bootstrap interval over the lines."""
+    tops = [np.asarray([own.max() for own in shares]) for shares in given.shares]
+    right = [np.asarray([own.argmax() for own in shares]) == line.answers for line, shares in zip(lines, given.shares)]
+    hits = [own.astype(np.float64) for own in right]
+    value, count = ece(np.concatenate(tops), np.concatenate(hits)), len(lines)
+    if count < 2:
+        return Mean(value, -np.inf, np.inf, np.inf, count)
+    rng, found = np.random.default_rng(_SEED), []
+    for _ in range(_RESAMPLES):
+        drawn = rng.integers(0, count, count)
+        found.append(ece(np.concatenate([tops[n] for n in drawn]), np.concatenate([hits[n] for n in drawn])))
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = map(float, np.percentile(found, [tail, 100 - tail]))
+    return Mean(value, low, high, float(np.std(found)), count)
+
+
+def conclusion(rows: Sequence[Row], count: int) -> str:
+    """Return which way answers best, and whether the questions tell it from the first way.
+
+    Args:
+        rows: rows of `compare`.
+        count: number of lines.
+    """
+    base, best = rows[0], max(rows, key=lambda row: row.means["accuracy"].mean)
+    right = f"{best.means['accuracy'].mean:.3f}"
+    if best is base or best.against_full is None:
+        return f"No way answers more questions right than {base.name}, with an accuracy of {right}."
+    change = best.against_full["accuracy"]
+    shown = f"{change.low:+.3f} to {change.high:+.3f}" if change.has_interval else "no interval"
+    doubt = "" if change.sign else f", but {count} lines cannot tell this difference from none"
+    return (
+        f"{best.name} answers most questions right: accuracy {right}, {change.mean:+.3f} (95% interval: {shown}) against "
+        f"{base.name}{doubt}."
+    )

@@ -1,0 +1,188 @@
+"""Sweep over workloads and rates against one server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from chunkattn.errors import ConfigError, EngineError
+from chunkattn.tools.load.answers import Caller
+from chunkattn.tools.load.client import Client
+from chunkattn.tools.load.open_loop import OK, Ask, Record, poisson, run
+from chunkattn.tools.load.summary import Objective, Summary, summarize
+from chunkattn.tools.load.workloads import LABELLED, LABELS, Form, Source, Texts, Workload
+
+_ANSWER_S = 60.0
+"""Longest wait for an answer about models or tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Workloads, rates and limits of a sweep.
+
+    Attributes:
+        workloads: workloads, one after the other.
+        rates: offered requests per second, for each workload.
+        seconds: length of the arrivals at one rate in seconds.
+        requests: limit on the requests at one rate; by default none.
+        seed: seed of arrivals and texts.
+        max_in_flight: requests without an answer that end the arrivals.
+        drain_s: longest wait in seconds for answers after the last arrival.
+        warm_up_s: longest wait in seconds for a request before the measurement.
+        max_lag_ms: delay of this client in milliseconds beyond which a note says so.
+        objective: bounds on a good request.
+    """
+
+    workloads: tuple[Workload, ...]
+    rates: tuple[float, ...]
+    seconds: float = 30.0
+    requests: int | None = None
+    seed: int
+    max_in_flight: int = 512
+    drain_s: float = 60.0
+    warm_up_s: float = 300.0
+    max_lag_ms: float = 50.0
+    objective: Objective
+
+
+async def served_model(client: Client) -> str:
+    """Return the first model that the server lists.
+
+    Raises:
+        ConfigError: the server cannot be reached, refuses, or lists none.
+    """
+    answer = await _json(client.ask("/v1/models"), "GET /v1/models")
+    try:
+        return str(answer["data"][0]["id"])
+    except (KeyError, IndexError, TypeError):
+        raise ConfigError("GET /v1/models lists no model; name one with --model") from None
+
+
+async def is_ours(client: Client) -> bool:
+    """Return whether the server lists a model of this project's."""
+    try:
+        answer = await _json(client.ask("/v1/models"), "GET /v1/models")
+    except ConfigError:
+        return False
+    listed = answer.get("data") if isinstance(answer, dict) else None
+    return any(isinstance(model, dict) and model.get("owned_by") == "chunkattn" for model in listed or ())
+
+
+async def tokenize(client: Client, model: str, text: str) -> list[int]:
+    """Return the token ids of a text, without special tokens, by the server's `/tokenize`.
+
+    Raises:
+        ConfigError: the server cannot be reached or has no such route.
+    """
+    body = {"model": model, "prompt": text, "add_special_tokens": False}
+    asked = client.ask("/tokenize", json.dumps(body).encode())
+    answer = await _json(asked, "POST /tokenize", "; name the model's tokenizer with --tokenizer")
+    try:
+        return [int(token) for token in answer["tokens"]]
+    except (KeyError, TypeError, ValueError):
+        raise ConfigError("POST /tokenize gave no tokens; name the model's tokenizer with --tokenizer") from None
+
+
+async def tokenizer_of(client: Client, model: str, name: str | None) -> Callable[[str], Awaitable[list[int]]]:
+    """Return a function from a text to its token ids, without special tokens.
+
+    Args:
+        client: client of the server, whose `/tokenize` is asked where no tokenizer is named.
+        model: name of the served model.
+        name: folder, GGUF file or hub id of a tokenizer; None asks the server.
+    """
+    if name is None:
+        return partial(tokenize, client, model)
+    from chunkattn.models.loader import load_model_tokenizer
+
+    local = await asyncio.to_thread(load_model_tokenizer, name)
+
+    async def tokens(text: str) -> list[int]:
+        return list(local(text, add_special_tokens=False).input_ids)
+
+    return tokens
+
+
+async def _json(asked: Awaitable[tuple[int, bytes]], what: str, advice: str = "") -> Any:
+    try:
+        async with asyncio.timeout(_ANSWER_S):
+            status, body = await asked
+    except OSError as error:  # TimeoutError among them
+        raise ConfigError(f"{what} failed: {error or type(error).__name__}; is the server running?") from None
+    if status != 200:
+        raise ConfigError(f"{what} answered {status}: {body[:300].decode(errors='replace')}{advice}")
+    try:
+        return json.loads(body)
+    except ValueError:
+        raise ConfigError(f"{what} gave no JSON{advice}") from None
+
+
+async def label_ids(tokens: Callable[[str], Awaitable[list[int]]]) -> tuple[int, ...]:
+    """Return one token id for each of `LABELS`, the last of its text."""
+    found = tuple([ids[-1] for label in LABELS if (ids := await tokens(label))])
+    if len(set(found)) != len(LABELS):
+        raise ConfigError(f"the tokenizer does not tell {' and '.join(LABELS)} apart; choose another --scoring")
+    return found
+
+
+async def sweep(
+    client: Client, plan: Plan, form: Form, tokens: Callable[[str], Awaitable[list[int]]], progress: Callable[[str], None]
+) -> AsyncIterator[Summary]:
+    """Yield the figures of every workload at every rate.
+
+    Before each workload, requests that are not measured cover its documents. Before each rate, one more shows that the
+    server has recovered.
+
+    Args:
+        client: client of the server.
+        plan: workloads, rates and limits.
+        form: wire format, without the labels' ids.
+        tokens: returns the token ids of a text.
+        progress: receives a line for each step.
+
+    Raises:
+        ConfigError: the server refuses a request, or its tokenizer cannot be asked.
+        EngineError: the server gives no right answer before the first measurement.
+    """
+    progress("measuring the tokens of words")
+
+    async def count(text: str) -> int:
+        return len(await tokens(text))
+
+    texts = await Texts.measured(count)
+    if form.scoring in LABELLED and any(workload.is_rerank for workload in plan.workloads):
+        form = replace(form, label_ids=await label_ids(tokens))
+    for workload in plan.workloads:
+        source = Source(workload, form, texts, plan.seed)
+        ask = Caller(client, form.path(workload), workload.count if workload.is_rerank else None)
+        progress(f"{workload.name}: warming up")
+        for body in source.warm_up():
+            await _warm_up(ask, body, workload, plan.warm_up_s)
+        for rate in plan.rates:
+            arrivals = poisson(rate, plan.seconds, plan.seed, plan.requests)
+            progress(f"{workload.name} at {rate:g}/s: {len(arrivals)} requests in {arrivals[-1] if arrivals else 0:.0f} s")
+            await _warm_up(ask, next(source), workload, plan.warm_up_s)
+            made = await run(arrivals, source, ask, max_in_flight=plan.max_in_flight, drain_s=plan.drain_s)
+            yield summarize(made, workload.name, rate, not workload.is_rerank, plan.objective, plan.max_lag_ms)
+
+
+async def _warm_up(ask: Ask, body: bytes, workload: Workload, seconds: float) -> None:
+    record = Record(time.perf_counter())
+    try:
+        async with asyncio.timeout(seconds):
+            await ask(body, record)
+    except TimeoutError:
+        raise EngineError(f"{workload.name}: a request alone had no answer within {seconds:g} s (--warm-up-s)") from None
+    if record.status != OK:
+        raise ConfigError(f"{workload.name}: a request alone failed, {record.status}: {record.message}")
+
+
+def random_seed() -> int:
+    """Return a new seed: a server that has seen a seed's texts has them cached."""
+    return random.SystemRandom().randrange(1 << 31)

@@ -1,0 +1,1 @@
+"""HTTP without an engine: connections, the gate, keys, bodies, errors and options."""
