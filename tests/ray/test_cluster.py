@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import os
-import re
 import signal
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from tests.ray.cluster import wait_for
 from tests.ray.conftest import ENGINE
 from tests.ray.requests import ask
-from tests.ray.test_replicas import BODY, SAME, plain
+from tests.ray.test_answers import BODY
 from tests.ray.updates import under_load, with_deployments
 
 pytestmark = pytest.mark.slow
@@ -21,47 +20,11 @@ WHOLE_S = 30
 STREAM = BODY | {"max_tokens": 400, "stream": True}
 
 
-@pytest.mark.parametrize("case", [case for case in SAME if case != "head of 70 kB"])
-def test_an_answer_equals_that_of_a_bare_server(case, cluster, bare):
-    path, body, options = SAME[case]
-    wanted, found = bare.ask(path, body, **options), cluster.ask(path, body, **options)
-    assert plain(found) == plain(wanted)
-
-
-def test_a_long_head_is_refused(cluster):
-    answer = cluster.ask("/v1/models", headers={"X-Long": "a" * 70_000})
-    assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_http")
-
-
-def test_the_request_id_is_the_clients_and_stands_once(cluster):
-    answer = cluster.ask("/v1/completions", BODY, headers={"X-Request-Id": "mine"})
-    assert answer.headers.getall("X-Request-Id") == ["mine"]
-    assert len(cluster.ask("/v1/models").headers.getall("X-Request-Id")) == 1
-
-
-def test_one_scrape_has_the_metrics_of_every_replica(cluster):
-    def names():
-        text = cluster.ask("/metrics").body.decode()
-        return set(re.findall(r'^chunkattn_http_requests_now{replica="(?!gateway")([^"]*)"', text, re.MULTILINE))
-
-    assert names() == cluster.replicas_of("Engine")
-    assert len(names()) == 2
-
-
 def test_a_document_is_forgotten_at_every_replica(cluster):
     """Calls to all replicas from one request."""
     documents = [{"text": "Rumi is a nurse."}]
     answer = cluster.ask("/v1/cache/forget", {"prefix": "Read. ", "documents": documents})
     assert answer.status == 200
-
-
-def test_a_full_queue_is_a_429(cluster):
-    async def crowd(session):
-        bodies = [BODY | {"prompt": f"{n} is", "max_tokens": 200} for n in range(99)]
-        return await asyncio.gather(*[ask(session, "/v1/completions", b) for b in bodies])
-
-    answers = cluster.run(crowd)
-    assert {a.status for a in answers} == {200, 429}
 
 
 def test_a_changed_user_config_reads_the_keys_again(cluster, config, key_file, load, stored):

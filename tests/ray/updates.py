@@ -10,7 +10,7 @@ import time
 import aiohttp
 
 from tests.ray.requests import Answer
-from tests.ray.test_replicas import BODY
+from tests.ray.test_answers import BODY
 
 UPDATE_S = 240
 """Seconds that one change may take. A loaded machine needs a multiple of a quiet one's 30."""
