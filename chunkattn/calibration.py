@@ -55,6 +55,9 @@ class Calibration:
         return (self.chunk_temperature, self.chunk_scale) != (1.0, 1.0)
 
 
+_CONSTANTS = tuple(asdict(Calibration()))
+
+
 @dataclass(frozen=True)
 class LabelScale:
     """Calibration of one kind of labels: `P(label) = softmax((s - bias) / temperature)` with the scores `s` of a question.
@@ -94,10 +97,10 @@ def calibration_of(model: str | None, option: str | None, revision: str | None =
     """
     if (file := _calibration_file(model, option, revision)) is None:
         return None
-    found = read_calibration(file)
+    calibration = read_calibration(file)
     if option is None:
-        logger.info("calibration found in %s: %s", file, found)
-    return found
+        logger.info("calibration found in %s: %s", file, calibration)
+    return calibration
 
 
 def label_scales_of(model: str | None, option: str | None, revision: str | None = None) -> dict[str, LabelScale]:
@@ -173,24 +176,7 @@ def read_calibration(path: Path) -> Calibration:
     Raises:
         ConfigError: the file cannot be read, or a value is missing or out of range.
     """
-    values, names = _object(path), list(asdict(Calibration()))
-    try:
-        _label_scales(values)
-        return Calibration(**checked({name: values[name] for name in names if name in values}))
-    except ConfigError as error:
-        raise ConfigError(f"chunk_calibration {path}: {error}") from None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    """Return the fields of a calibration file.
-
-    Raises:
-        ConfigError: the file cannot be read, or holds neither a field of `Calibration` nor `labels`.
-    """
-    values, names = read_object(path, ConfigError, "chunk_calibration", unique=True), list(asdict(Calibration()))
-    if not {*names, LABELS} & set(values):
-        raise ConfigError(f"chunk_calibration {path} must be a JSON object with {', '.join(names)}, or with {LABELS}")
-    return values
+    return _read(path)[0]
 
 
 def read_label_scales(path: Path) -> dict[str, LabelScale]:
@@ -202,37 +188,51 @@ def read_label_scales(path: Path) -> dict[str, LabelScale]:
     Raises:
         ConfigError: as `read_calibration`.
     """
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[Calibration, dict[str, LabelScale]]:
     values = _object(path)
     try:
-        return _label_scales(values)
+        return Calibration(**checked({name: values[name] for name in _CONSTANTS if name in values})), _label_scales(values)
     except ConfigError as error:
         raise ConfigError(f"chunk_calibration {path}: {error}") from None
 
 
+def _object(path: Path) -> dict[str, Any]:
+    """Return the fields of a calibration file.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds neither a field of `Calibration` nor `labels`.
+    """
+    values = read_object(path, ConfigError, "chunk_calibration", unique=True)
+    if not {*_CONSTANTS, LABELS} & values.keys():
+        raise ConfigError(f"chunk_calibration {path} must be a JSON object with {', '.join(_CONSTANTS)}, or with {LABELS}")
+    return values
+
+
 def _label_scales(values: Mapping[str, Any]) -> dict[str, LabelScale]:
-    given = values.get(LABELS, {})
-    if not isinstance(given, dict) or (unknown := sorted(given.keys() - set(LABEL_KINDS))):
-        got = f"the kind {unknown[0]!r}" if isinstance(given, dict) else shown(given)
+    labels = values.get(LABELS, {})
+    if not isinstance(labels, dict) or (unknown := sorted(labels.keys() - set(LABEL_KINDS))):
+        got = f"the kind {unknown[0]!r}" if isinstance(labels, dict) else shown(labels)
         raise ConfigError(f"{LABELS} must be an object with {', '.join(LABEL_KINDS)}, got {got}")
-    return {kind: _label_scale(kind, own) for kind, own in given.items()}
+    return {kind: _label_scale(f"{LABELS}.{kind}", fields) for kind, fields in labels.items()}
 
 
-def _label_scale(kind: str, given: Any) -> LabelScale:
-    place = f"{LABELS}.{kind}"
-    if not isinstance(given, dict) or not given.keys() <= {"temperature", "bias"}:
-        raise ConfigError(f"{place} must be an object with temperature and bias, got {shown(given)}")
-    bias = given.get("bias", {})
+def _label_scale(place: str, fields: Any) -> LabelScale:
+    if not isinstance(fields, dict) or not fields.keys() <= {"temperature", "bias"}:
+        raise ConfigError(f"{place} must be an object with temperature and bias, got {shown(fields)}")
+    bias = fields.get("bias", {})
     if not isinstance(bias, dict):
         raise ConfigError(f"{place}.bias must be an object, got {shown(bias)}")
-    values = {
-        f"{place}.temperature": given.get("temperature", 1.0),
-        **{f"{place}.bias.{name}": own for name, own in bias.items()},
-    }
-    for name, value in values.items():
-        low, high = (MIN_WEIGHT, MAX_WEIGHT) if name == f"{place}.temperature" else (-MAX_WEIGHT, MAX_WEIGHT)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:  # NaN compares false
-            raise ConfigError(f"{name} must be a number between {low:g} and {high:g}, got {shown(value)}")
-    return LabelScale(float(given.get("temperature", 1.0)), {name: float(own) for name, own in bias.items()})
+
+    def number(name: str, value: Any, low: float) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= MAX_WEIGHT:  # NaN is false
+            raise ConfigError(f"{place}.{name} must be a number between {low:g} and {MAX_WEIGHT:g}, got {shown(value)}")
+        return float(value)
+
+    temperature = number("temperature", fields.get("temperature", 1.0), MIN_WEIGHT)
+    return LabelScale(temperature, {name: number(f"bias.{name}", value, -MAX_WEIGHT) for name, value in bias.items()})
 
 
 def write_calibration(path: Path, calibration: Calibration, notes: Mapping[str, Any]) -> None:
@@ -286,7 +286,7 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: a value is no number or out of range.
     """
-    found: dict[str, Any] = {}
+    numbers: dict[str, Any] = {}
     for name, value in values.items():
         whole = name == "chunk_position_gap"
         if isinstance(value, bool) or not isinstance(value, int if whole else (int, float)):
@@ -294,5 +294,5 @@ def checked(values: Mapping[str, Any]) -> dict[str, Any]:
         low, high = (0, MAX_GAP) if whole else (MIN_WEIGHT, MAX_WEIGHT)
         if not low <= value <= high:  # NaN compares false
             raise ConfigError(f"{name} must be between {low} and {high:.10g}, got {shown(value)}")
-        found[name] = value if whole else float(value)
-    return found
+        numbers[name] = value if whole else float(value)
+    return numbers

@@ -48,10 +48,18 @@ class EngineConfig:
             (`generation_config.json`, or the metadata of a GGUF file), `"none"` takes those of `SamplingParams`, and a folder
             takes those of its `generation_config.json`.
         dtype: dtype of weights, activations and KV: `"auto"` (the checkpoint's own), `"float32"`, `"bfloat16"` or `"float16"`.
-        kv_cache_dtype: dtype of the KV pool. `"auto"` is `dtype`; `"fp8"` and `"fp8_e4m3"` store one byte per value, at
-            scale 1.
         attention_backend: name of a registered attention backend: `"cpu"`, `"pallas_gpu"`, `"pallas_tpu"`, `"xla"`,
             `"reference"` or another one; `"auto"` chooses by platform, and compares a kernel for GPUs or TPUs with `xla` first.
+        max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
+        seed: seed of requests without a seed.
+        tensor_parallel_size: number of devices that share the model: its heads, its MLP and its KV pool are divided over the
+            first devices that JAX sees, on all hosts together.
+        num_hosts: number of machines whose devices share the model, an equal number on each. Every one runs
+            `chunkattn serve` with the same options and its own `host_index`.
+        host_index: number of this machine. Machine 0 schedules and serves; the others compute what it tells them.
+        coordinator: address `HOST:PORT` of machine 0, where the others find it.
+        group_secret_file: file of the secret that the machines share, the same on all of them; the variable
+            `CHUNKATTN_GROUP_SECRET` may hold the secret instead. Needed unless the coordinator is a loopback address.
         enable_chunk_aware: split text and token id prompts at `chunk_separator`.
         chunk_separator: text between prefix, chunks and question.
         document_template: text of a document's chunk, with `{document}` once where the document's text goes. The engine adds it
@@ -79,49 +87,41 @@ class EngineConfig:
         max_model_len: limit on the highest position id + 1; by default the checkpoint's own.
         max_chunk_len: limit on the tokens of one chunk.
         max_chunks_per_prompt: limit on the chunks of one prompt, including empty chunks.
-        max_num_seqs: number of sequences that run at once. Each of a request's `n` samples counts.
-        max_num_batched_tokens: token budget of one step.
-        block_size: tokens per KV page, a power of two; by default 64 on GPUs and 16 elsewhere.
-        kv_cache_memory_bytes: size of the KV pool on each device in bytes; by default chosen by platform.
-        gpu_memory_utilization: share of each GPU's memory that JAX takes at its start, for weights, KV pool and steps. JAX's
-            own variable `XLA_CLIENT_MEM_FRACTION` comes first, as does its deprecated name `XLA_PYTHON_CLIENT_MEM_FRACTION`.
-            It has no effect once the process has used JAX.
-        tensor_parallel_size: number of devices that share the model: its heads, its MLP and its KV pool are divided over the
-            first devices that JAX sees, on all hosts together.
-        num_hosts: number of machines whose devices share the model, an equal number on each. Every one runs
-            `chunkattn serve` with the same options and its own `host_index`.
-        host_index: number of this machine. Machine 0 schedules and serves; the others compute what it tells them.
-        coordinator: address `HOST:PORT` of machine 0, where the others find it.
-        group_secret_file: file of the secret that the machines share, the same on all of them; the variable
-            `CHUNKATTN_GROUP_SECRET` may hold the secret instead. Needed unless the coordinator is a loopback address.
-        enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
-        long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
-            their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
-            sequence in line, and half for the sequences with the fewest tokens left.
-        batch_invariant: give every score, log-probability and token the same bits whatever else the engine computes. True pads
-            steps to one size where the machine needs that, as GPUs and TPUs do; False promises nothing; by default on where it
-            needs no padding: on CPUs whose products pass a test at the start.
-        kv_store: folder that keeps the K/V of prefixes and chunks beyond this process. By default K/V stays in memory.
-        kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
-        warmup: compile every program ahead: a server and `AsyncLLM` beside the first requests, `LLM` at its start. By default a
-            server and `AsyncLLM` do, and `LLM` does not.
-        warmup_tokens: tokens of the longest sequence, prompt and answer, whose programs are compiled ahead. A longer one
-            compiles its programs when it comes. Each chunk begins a page and so counts as up to a page more. By default all
-            programs are compiled.
         score_algorithm: default algorithm of scoring requests; `"auto"` takes the algorithm predicted to be cheapest.
-        max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
         max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of
             one precompute call.
         max_tokens_per_call: limit on the tokens that the engine computes for one call. Generation counts the prompts and
             `max_tokens` of every sample. Scoring counts the items, and the query as often as the algorithm computes it.
         max_multi_item_seq_len: limit on the tokens in a step of the `packed_dense` baseline. Its memory grows with the
             square of the tokens.
-        seed: seed of requests without a seed.
+        max_num_seqs: number of sequences that run at once. Each of a request's `n` samples counts.
+        max_num_batched_tokens: token budget of one step.
+        long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
+            their turn; the first sequence gets the rest of the budget. By default half of the budget is for the first
+            sequence in line, and half for the sequences with the fewest tokens left.
+        batch_invariant: give every score, log-probability and token the same bits whatever else the engine computes. True pads
+            steps to one size where the machine needs that, as GPUs and TPUs do; False promises nothing; by default on where it
+            needs no padding: on CPUs whose products pass a test at the start.
+        warmup: compile every program ahead: a server and `AsyncLLM` beside the first requests, `LLM` at its start. By default a
+            server and `AsyncLLM` do, and `LLM` does not.
+        warmup_tokens: tokens of the longest sequence, prompt and answer, whose programs are compiled ahead. A longer one
+            compiles its programs when it comes. Each chunk begins a page and so counts as up to a page more. By default all
+            programs are compiled.
         max_decode_gap_s: limit in seconds on the expected time of a step while text is generated. Steps with prompts or
             items are cut to the largest token bucket within the limit, and to no less than 128 tokens.
         max_queued_requests: number of calls that an `AsyncLLM` accepts at once; further calls are refused.
         engine_hang_timeout_s: seconds without a sign of life, or in one step that is not compiling, after which an
             `AsyncLLM` restarts its engine process. Choose more than the longest step takes on your machine.
+        kv_cache_dtype: dtype of the KV pool. `"auto"` is `dtype`; `"fp8"` and `"fp8_e4m3"` store one byte per value, at
+            scale 1.
+        block_size: tokens per KV page, a power of two; by default 64 on GPUs and 16 elsewhere.
+        kv_cache_memory_bytes: size of the KV pool on each device in bytes; by default chosen by platform.
+        gpu_memory_utilization: share of each GPU's memory that JAX takes at its start, for weights, KV pool and steps. JAX's
+            own variable `XLA_CLIENT_MEM_FRACTION` comes first, as does its deprecated name `XLA_PYTHON_CLIENT_MEM_FRACTION`.
+            It has no effect once the process has used JAX.
+        enable_prefix_caching: keep the K/V of prefixes, chunks and questions for later requests.
+        kv_store: folder that keeps the K/V of prefixes and chunks beyond this process. By default K/V stays in memory.
+        kv_store_max_bytes: size limit of the `kv_store` folder in bytes.
     """
 
     model: str | None = None
@@ -130,8 +130,14 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     dtype: str = "auto"
-    kv_cache_dtype: str = "auto"
     attention_backend: str = "auto"
+    max_logprobs: int = 20
+    seed: int = 0
+    tensor_parallel_size: int = 1
+    num_hosts: int = 1
+    host_index: int = 0
+    coordinator: str | None = None
+    group_secret_file: str | None = None
     enable_chunk_aware: bool = False
     chunk_separator: str = " # # "
     document_template: str | None = None
@@ -148,32 +154,26 @@ class EngineConfig:
     max_model_len: int | None = None
     max_chunk_len: int = 8192
     max_chunks_per_prompt: int = 4096
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
-    block_size: int | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float = GPU_SHARE
-    tensor_parallel_size: int = 1
-    num_hosts: int = 1
-    host_index: int = 0
-    coordinator: str | None = None
-    group_secret_file: str | None = None
-    enable_prefix_caching: bool = True
-    long_prefill_token_threshold: int | None = None
-    batch_invariant: bool | None = None
-    kv_store: str | None = None
-    kv_store_max_bytes: int = 16 << 30
-    warmup: bool | None = None
-    warmup_tokens: int | None = None
     score_algorithm: str = "auto"
-    max_logprobs: int = 20
     max_items_per_request: int = 10_000
     max_tokens_per_call: int = 1 << 26
     max_multi_item_seq_len: int = 8192
-    seed: int = 0
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    long_prefill_token_threshold: int | None = None
+    batch_invariant: bool | None = None
+    warmup: bool | None = None
+    warmup_tokens: int | None = None
     max_decode_gap_s: float = 0.5
     max_queued_requests: int = 1024
     engine_hang_timeout_s: float = 60.0
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = GPU_SHARE
+    enable_prefix_caching: bool = True
+    kv_store: str | None = None
+    kv_store_max_bytes: int = 16 << 30
 
     def __post_init__(self) -> None:
         take_paths(self)
@@ -183,19 +183,16 @@ class EngineConfig:
         for option in options_of(type(self)).values():
             if not option.accepts(value := getattr(self, option.name)):
                 raise ConfigError(f"{option.name} must be of type {option.type_name}, got {value!r}")
+            least = option.name not in _MAY_BE_ZERO
+            if option.kind is int and value is not None and value < least and option.name not in _CALIBRATED:
+                raise ConfigError(f"{option.name} must be at least {least:d}, got {value}")
         for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
             if (value := getattr(self, name)) not in known:
                 raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
-        given = {name: value for name in _CALIBRATED if (value := getattr(self, name)) is not None}
-        for name, value in checked(given).items():
+        for name, value in checked(self._calibrated).items():
             object.__setattr__(self, name, value)
         if self.chunk_position_gap and self.position_strategy != "shared":
             raise ConfigError(f"chunk_position_gap needs position_strategy 'shared', got {self.position_strategy!r}")
-        lowest = {"max_logprobs": 0, "seed": 0, "host_index": 0, "multi_item_scoring_delimiter": 0, "chunk_position_gap": 0}
-        for option in options_of(type(self)).values():
-            value = getattr(self, option.name)
-            if option.kind is int and value is not None and value < lowest.get(option.name, 1):
-                raise ConfigError(f"{option.name} must be at least {lowest.get(option.name, 1)}, got {value}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens {self.max_num_batched_tokens} is less than max_num_seqs {self.max_num_seqs}: "
@@ -216,8 +213,11 @@ class EngineConfig:
     @property
     def calibration(self) -> Calibration:
         """Return gap, temperature and scale of the chunks."""
-        given = {name: getattr(self, name) for name in _CALIBRATED}
-        return Calibration(**{name: value for name, value in given.items() if value is not None})
+        return Calibration(**self._calibrated)
+
+    @property
+    def _calibrated(self) -> dict[str, Any]:
+        return {name: value for name in _CALIBRATED if (value := getattr(self, name)) is not None}
 
 
 def _check_hosts(config: EngineConfig) -> None:
@@ -231,11 +231,10 @@ def _check_hosts(config: EngineConfig) -> None:
         raise ConfigError(f"host_index must be below num_hosts {hosts}, got {config.host_index}; host 0 schedules")
     if config.coordinator is not None:
         split_address(config.coordinator)
-        if hosts == 1:
-            raise ConfigError("coordinator needs num_hosts, the number of machines that share the model, of at least 2")
-    if config.group_secret_file is not None and hosts == 1:
-        raise ConfigError("group_secret_file needs num_hosts, the number of machines that share the model, of at least 2")
     if hosts == 1:
+        for name in ("coordinator", "group_secret_file"):
+            if getattr(config, name) is not None:
+                raise ConfigError(f"{name} needs num_hosts, the number of machines that share the model, of at least 2")
         return
     if config.coordinator is None:
         raise ConfigError(f"num_hosts={hosts} needs coordinator, the address HOST:PORT of host 0")
@@ -265,6 +264,8 @@ def split_address(address: str) -> tuple[str, int]:
 
 _CALIBRATED = tuple(field.name for field in fields(Calibration))
 """Options that a calibration file can set."""
+_MAY_BE_ZERO = ("max_logprobs", "seed", "host_index", "multi_item_scoring_delimiter")
+"""Integer options whose least value is 0; that of others is 1."""
 
 
 def split_document_template(template: str) -> tuple[str, str]:
@@ -304,7 +305,21 @@ def _whole(name: str, value: Any, low: int) -> int:
     return int(value)
 
 
-def _real(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> float:
+_LOWEST = {"n": 1, "top_k": -1, "min_tokens": 0}
+_LOWEST_OR_NONE = {"max_tokens": 1, "logprobs": 0, "prompt_logprobs": 0, "seed": _LOWEST_SEED}
+"""Lowest values of the integers among sampling parameters, and of those that may be None."""
+_BOUNDS: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 1e6, False),
+    "top_p": (0.0, 1.0, True),
+    "min_p": (0.0, 1.0, False),
+    "repetition_penalty": (0.0, 1e6, True),
+    "presence_penalty": (-2.0, 2.0, False),
+    "frequency_penalty": (-2.0, 2.0, False),
+}
+"""Bounds of the other numbers, and whether the lower one is excluded."""
+
+
+def _real(name: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
     """Return `value` as a float.
 
     Raises:
@@ -364,15 +379,15 @@ def make_config(model: str | os.PathLike[str] | None, options: Mapping[str, Any]
     known = options_of(EngineConfig)
     if unknown := sorted(options.keys() - known.keys()):
         raise ConfigError(f"unknown option {unknown[0]!r}; options are {', '.join(sorted(known))}")
-    given = {name: value for name, value in options.items() if value is not None or name not in _CALIBRATED}
-    given["model"] = model
-    config = EngineConfig(**given)
-    if not (found := calibration_of(config.model, config.chunk_calibration, config.revision)):
+    values = {name: value for name, value in options.items() if value is not None or name not in _CALIBRATED}
+    values["model"] = model
+    config = EngineConfig(**values)
+    if not (calibration := calibration_of(config.model, config.chunk_calibration, config.revision)):
         return config
-    filled = asdict(found)
+    filled = asdict(calibration)
     if config.position_strategy != "shared":
         del filled["chunk_position_gap"]
-    return EngineConfig(**{**filled, **given})
+    return EngineConfig(**{**filled, **values})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -426,23 +441,14 @@ class SamplingParams:
     skip_reading_prefix_cache: bool = False
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "n": _whole("n", self.n, 1),
-            "temperature": _real("temperature", self.temperature, 0.0, 1e6),
-            "top_p": _real("top_p", self.top_p, 0.0, 1.0, open_low=True),
-            "top_k": _whole("top_k", self.top_k, -1),
-            "min_p": _real("min_p", self.min_p, 0.0, 1.0),
-            "repetition_penalty": _real("repetition_penalty", self.repetition_penalty, 0.0, 1e6, open_low=True),
-            "presence_penalty": _real("presence_penalty", self.presence_penalty, -2.0, 2.0),
-            "frequency_penalty": _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0),
-            "min_tokens": _whole("min_tokens", self.min_tokens, 0),
-        }
+        checked: dict[str, Any] = {name: _whole(name, getattr(self, name), low) for name, low in _LOWEST.items()}
+        checked |= {name: _real(name, getattr(self, name), *bounds) for name, bounds in _BOUNDS.items()}
+        for name, low in _LOWEST_OR_NONE.items():
+            if getattr(self, name) is not None:
+                checked[name] = _whole(name, getattr(self, name), low)
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
-        for name, low in (("max_tokens", 1), ("logprobs", 0), ("prompt_logprobs", 0), ("seed", _LOWEST_SEED)):
-            if getattr(self, name) is not None:
-                checked[name] = _whole(name, getattr(self, name), low)
         if checked.get("seed") == -1:
             checked["seed"] = None
         stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop, MAX_STOP_STRINGS)
@@ -452,8 +458,9 @@ class SamplingParams:
             if len(text) > MAX_STOP_CHARS:
                 reason = f"stop string {place} has {len(text)} characters, at most {MAX_STOP_CHARS} are allowed"
                 raise RequestError(reason, param="stop")
-        listed = _listed("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        ids = [_whole("stop_token_ids", t, 0) for t in listed]
+        checked["stop"] = tuple(stop)
+        ids = _listed("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        checked["stop_token_ids"] = tuple(_whole("stop_token_ids", token, 0) for token in ids)
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
             raise RequestError(f"logit_bias must map token ids to numbers, got {type(bias).__name__}", param="logit_bias")
@@ -461,7 +468,7 @@ class SamplingParams:
         checked["logit_bias"] = {
             _whole("logit_bias", t, 0): _real("logit_bias", value, -100.0, 100.0) for t, value in bias.items()
         }
-        for name, value in (checked | {"stop": tuple(stop), "stop_token_ids": tuple(ids)}).items():
+        for name, value in checked.items():
             object.__setattr__(self, name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}", param="min_tokens")

@@ -79,15 +79,15 @@ def pick_gguf(names: Collection[str], quant: str, place: str) -> list[str]:
         ModelError: no model or several have this quantisation.
     """
     models = gguf_models(names)
-    found = [files for files in models.values() if has_quant(files[0], quant)]
-    exact = [files for files in found if quant_of(files[0]) == quant.upper()]  # "Q4_K_XL" beside "UD-Q4_K_XL"
-    found = exact if len(exact) == 1 else found
-    if len(found) == 1:
-        return found[0]
-    if found:
-        listed = ", ".join(files[0] for files in found)
+    matches = [files for files in models.values() if has_quant(files[0], quant)]
+    exact = [files for files in matches if quant_of(files[0]) == quant.upper()]  # "Q4_K_XL" beside "UD-Q4_K_XL"
+    matches = exact if len(exact) == 1 else matches
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        listed = ", ".join(files[0] for files in matches)
         raise ModelError(
-            f"{place} has {len(found)} GGUF models of quantisation {quant!r} ({listed}); download one and pass its path"
+            f"{place} has {len(matches)} GGUF models of quantisation {quant!r} ({listed}); download one and pass its path"
         )
     there = f"it has {list_quants(names)}" if models else "it has no GGUF files at all; a revision goes into revision="
     raise ModelError(f"{place} has no GGUF file of quantisation {quant!r}; {there}")
@@ -108,8 +108,8 @@ def example_quant(names: Iterable[str]) -> str | None:
     Args:
         names: names or relative paths of files.
     """
-    found = [quant for files in gguf_models(names).values() if (quant := quant_of(files[0]))]
-    return "Q4_K_M" if "Q4_K_M" in found else next(iter(found), None)
+    quants = [quant for files in gguf_models(names).values() if (quant := quant_of(files[0]))]
+    return "Q4_K_M" if "Q4_K_M" in quants else next(iter(quants), None)
 
 
 def _stem(name: str) -> str:

@@ -180,14 +180,14 @@ class ChunkLayout:
     def repeats(self) -> frozenset[int]:
         """Return the numbers of the chunks that equal an earlier chunk at the same position. Empty chunks do not count."""
         seen: set[tuple[int, bytes]] = set()
-        found = set()
+        repeated = set()
         for chunk, start, end in self.segments[1:-1]:
             if start < end:
                 key = int(self.positions[start]), self.token_ids[start:end].tobytes()
                 if key in seen:
-                    found.add(chunk)
+                    repeated.add(chunk)
                 seen.add(key)
-        return frozenset(found)
+        return frozenset(repeated)
 
     @cached_property
     def chunk_digests(self) -> tuple[bytes, ...]:

@@ -14,7 +14,9 @@ MAX_BYTES = 16 << 20
 """Largest size of a file that is read."""
 
 
-def read_object(path: Path, error: type[ChunkAttnError], name: str = "", *, unique: bool = False) -> dict[str, Any]:
+def read_object(
+    path: Path, error: type[ChunkAttnError] = ModelError, name: str = "", *, unique: bool = False
+) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Args:
@@ -36,8 +38,8 @@ def read_object(path: Path, error: type[ChunkAttnError], name: str = "", *, uniq
         value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs if unique else None)
     except RecursionError:
         raise error(f"{shown} cannot be read: its lists and objects nest too deep") from None
-    except (OSError, ValueError) as found:
-        raise error(f"{shown} cannot be read: {found}") from None
+    except (OSError, ValueError) as fault:
+        raise error(f"{shown} cannot be read: {fault}") from None
     if not isinstance(value, dict):
         raise error(f"{shown} must be a JSON object, not {type(value).__name__}")
     return value
@@ -80,12 +82,24 @@ def is_present(path: Path) -> bool:
         ModelError: the path is a link whose target does not exist, or is no valid path.
     """
     try:
-        found = path.exists()
-        if not found and path.is_symlink():
+        exists = path.exists()
+        if not exists and path.is_symlink():
             raise ModelError(f"{path} is a link to {path.readlink()}, which does not exist; get the files again")
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    return found
+    return exists
+
+
+def read_present(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model; an empty one where there is no file.
+
+    Args:
+        path: path of the file.
+
+    Raises:
+        ModelError: the file cannot be read, see `read_object` and `is_present`.
+    """
+    return read_object(path) if is_present(path) else {}
 
 
 def cause_of(path: Path, error: object) -> object:

@@ -43,7 +43,7 @@ class Option(NamedTuple):
     @property
     def help(self) -> str:
         """Return the description as a sentence without code spans."""
-        return self.text[:1].upper() + self.text[1:].replace("`", "")
+        return as_help(self.text)
 
     def accepts(self, value: Any) -> bool:
         """Return whether a value has the option's type. A float takes integers, and no number takes a bool."""
@@ -52,7 +52,7 @@ class Option(NamedTuple):
         return isinstance(value, (int, float) if self.kind is float else self.kind)
 
 
-_found: dict[type, dict[str, Option]] = {}
+_by_class: dict[type, dict[str, Option]] = {}
 """Options of the classes that were asked for."""
 
 
@@ -62,10 +62,10 @@ def options_of(cls: type) -> dict[str, Option]:
     Args:
         cls: dataclass whose fields are of type `bool`, `int`, `float`, `str` or `tuple[str, ...]`, or that or None.
     """
-    if cls not in _found:
+    if cls not in _by_class:
         hints, texts = get_type_hints(cls), descriptions(cls)
-        _found[cls] = {f.name: _option(f, hints[f.name], texts.get(f.name, "")) for f in fields(cls)}
-    return _found[cls]
+        _by_class[cls] = {f.name: _option(f, hints[f.name], texts.get(f.name, "")) for f in fields(cls)}
+    return _by_class[cls]
 
 
 def take_paths(options: Any) -> None:
@@ -84,6 +84,11 @@ def _option(field: Field[Any], hint: Any, text: str) -> Option:
     return Option(field.name, get_origin(kinds[0]) or kinds[0], NoneType in kinds, field.default, text)
 
 
+def as_help(description: str) -> str:
+    """Return a description as a sentence without code spans; a code span that begins it keeps its small letter."""
+    return (description[:1].upper() + description[1:]).replace("`", "")
+
+
 def descriptions(thing: Any) -> dict[str, str]:
     """Return the description of every attribute or argument in the docstring of a class or function, by name."""
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", inspect.cleandoc(thing.__doc__ or ""), re.MULTILINE)
@@ -99,11 +104,11 @@ def list_options(options: type, call: Callable[..., Any]) -> Callable[[F], F]:
     """
 
     def decorate(function: F) -> F:
-        own, defaults = inspect.signature(function), inspect.signature(call).parameters
-        parameters = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        signature, defaults = inspect.signature(function), inspect.signature(call).parameters
+        parameters = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
         text, described = inspect.getdoc(function) or "", inspect.getdoc(options) or ""
         parameters += [defaults[name] for name in options.__annotations__]
-        function.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
         function.__doc__ = re.sub(r"    \*\*options: .*", lambda _: described.partition("Attributes:\n")[2], text)
         return function
 

@@ -5,24 +5,28 @@ from __future__ import annotations
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 
-class Stats(Protocol):
-    """Waits and cache hits of an engine's request; see `chunkattn.engine.messages.RequestStats`."""
+@dataclass(frozen=True)
+class RequestStats:
+    """Waits and cache hits of a request of the engine so far. Times are in seconds since its arrival.
 
-    @property
-    def queue_s(self) -> float: ...  # noqa: D102
-    @property
-    def first_token_s(self) -> float | None: ...  # noqa: D102
-    @property
-    def compile_s(self) -> float: ...  # noqa: D102
-    @property
-    def preemptions(self) -> int: ...  # noqa: D102
-    @property
-    def cached_tokens(self) -> int: ...  # noqa: D102
-    @property
-    def cached_chunk_tokens(self) -> int: ...  # noqa: D102
+    Attributes:
+        queue_s: time until the request was first admitted to a step.
+        first_token_s: time until its first token; None for requests that generate nothing.
+        compile_s: time in which the engine compiled programs, before or after the admission. The request waited meanwhile.
+        preemptions: number of times that the request lost its pages and started over.
+        cached_tokens: prompt tokens that the request did not compute.
+        cached_chunk_tokens: those of chunks.
+    """
+
+    queue_s: float
+    first_token_s: float | None
+    compile_s: float
+    preemptions: int
+    cached_tokens: int
+    cached_chunk_tokens: int
 
 
 @dataclass
@@ -31,7 +35,7 @@ class _Sent:
 
     prompt_tokens: int
     chunk_tokens: int
-    stats: Stats | None = None
+    stats: RequestStats | None = None
 
 
 @dataclass
@@ -90,7 +94,7 @@ class CallRecord:
         self.chunk_tokens += chunk_tokens
         self._open[request_id] = _Sent(prompt_tokens, chunk_tokens)
 
-    def take(self, request_id: str, stats: Stats | None, generated: int = 0) -> None:
+    def take(self, request_id: str, stats: RequestStats | None, generated: int = 0) -> None:
         """Take what an output tells.
 
         Args:
@@ -175,26 +179,28 @@ class RequestRecord:
         if not calls and self._usage is None:
             return None
 
-        def total(name: str) -> int:
-            return sum(getattr(call, name) for call in calls)
+        def values(name: str) -> list[Any]:
+            return [value for call in calls if (value := getattr(call, name)) is not None]
 
-        prompt, cached, computed = self._usage or (total("prompt_tokens"), total("cached_tokens"), total("computed_tokens"))
-        firsts = [call.first_token_at for call in calls if call.first_token_at is not None]
+        prompt, cached, computed = self._usage or (
+            sum(values(name)) for name in ("prompt_tokens", "cached_tokens", "computed_tokens")
+        )
+        first, last = max(values("first_token_at"), default=None), values("last_at")
         return RequestSummary(
             prompt_tokens=prompt,
             cached_tokens=cached,
             computed_tokens=computed,
-            document_tokens=total("chunk_tokens"),
-            cached_document_tokens=total("cached_chunk_tokens"),
-            completion_tokens=total("generated_tokens"),
-            engine_requests=total("requests"),
-            preemptions=total("preemptions"),
-            prepare_s=min((call.began for call in calls if call.began is not None), default=self.began) - self.began,
-            queue_s=max((call.queue_s for call in calls), default=0.0),
-            compile_s=max((call.compile_s for call in calls), default=0.0),
-            first_token_s=max(firsts) - self.began if firsts else None,
-            last_s=max((call.last_at for call in calls if call.last_at is not None), default=self.began) - self.began,
-            answered=not calls or any(call.last_at is not None for call in calls),
+            document_tokens=sum(values("chunk_tokens")),
+            cached_document_tokens=sum(values("cached_chunk_tokens")),
+            completion_tokens=sum(values("generated_tokens")),
+            engine_requests=sum(values("requests")),
+            preemptions=sum(values("preemptions")),
+            prepare_s=min(values("began"), default=self.began) - self.began,
+            queue_s=max(values("queue_s"), default=0.0),
+            compile_s=max(values("compile_s"), default=0.0),
+            first_token_s=None if first is None else first - self.began,
+            last_s=max(last, default=self.began) - self.began,
+            answered=not calls or bool(last),
         )
 
 
@@ -257,18 +263,19 @@ class RequestSummary:
         return "compile" if self.compile_s > parts[name] / 2 else name
 
 
-PARTS = {
-    "prepare": "reading, checking and tokenizing the body, before the engine has it",
-    "queue": "the engine's queue: other requests hold its pages or steps",
-    "compile": "a compilation, of a program that this request or another one needs, or of the warm-up",
-    "prompt": "computing the prompt, or the items of scores, which includes waiting for turns between other requests",
-    "generate": "generating tokens",
-    "answer": "writing the answer, and a client that reads slowly; of requests without the engine, all but the body",
-    "engine": "the engine, which had not answered when the client left or the request failed",
-    "wait": "a gateway's wait for a replica that takes requests, pauses between tries included",
-    "replica": "the replica, which has a line of its own",
-}
-"""Parts of a request that can take the most time, and what each is."""
+PARTS = ("prepare", "queue", "compile", "prompt", "generate", "answer", "engine", "wait", "replica")
+"""Parts of a request that can take the most time.
+
+- `prepare`: reading, checking and tokenizing the body, before the engine has it.
+- `queue`: the engine's queue: other requests hold its pages or steps.
+- `compile`: a compilation, of a program that this request or another one needs, or of the warm-up.
+- `prompt`: computing the prompt, or the items of scores, which includes waiting for turns between other requests.
+- `generate`: generating tokens.
+- `answer`: writing the answer, and a client that reads slowly; of requests without the engine, all but the body.
+- `engine`: the engine, which had not answered when the client left or the request failed.
+- `wait`: a gateway's wait for a replica that takes requests, pauses between tries included.
+- `replica`: the replica, which has a line of its own.
+"""
 
 RECORD: ContextVar[RequestRecord | None] = ContextVar("record", default=None)
 """Record of the request that a task answers; None keeps none. A server sets it."""

@@ -50,8 +50,8 @@ class Prompt:
     question: int = NO_QUESTION
     weighing: tuple[float, float] = (1.0, 1.0)
 
-    def append(self, tokens: _Tokens, block_size: int, *, aligned: bool, own: bool) -> None:
-        """Append a part, on a page of its own if `aligned`, whose rows see other parts unless it is their `own`."""
+    def append(self, tokens: _Tokens, block_size: int, *, aligned: bool, isolated: bool) -> None:
+        """Append a part, on a page of its own if `aligned`, whose rows see themselves and the prefix alone if `isolated`."""
         start = self.slots[-1] + 1 if self.slots else 0
         if aligned and start % block_size:
             self.page_len[-1] = start % block_size
@@ -60,7 +60,7 @@ class Prompt:
         self.page_len += [block_size] * (-(-end // block_size) - len(self.page_len))
         self.tokens.append(tokens)
         self.slots += range(start, end)
-        self.row_start += [start if own else 0] * len(tokens.q)
+        self.row_start += [start if isolated else 0] * len(tokens.q)
 
     def rows(self) -> list[tuple[str, int]]:
         """Return the name and the number of every row."""
@@ -119,10 +119,10 @@ class SameBits:
                 parts = [*items, *others]
                 company.append(self._packed(prefix, [parts[i] for i in self.rng.permutation(len(parts))]))
             company = [company[i] for i in self.rng.permutation(len(company))]
-            found = self._compute(company, rows, (1 + number) * self._width, cut=True)
+            together = self._compute(company, rows, (1 + number) * self._width, cut=True)
             for (part, row), bits in alone.items():
-                if not np.array_equal(found[part, row], bits):
-                    by = np.abs(found[part, row].astype(np.float32) - bits.astype(np.float32)).max()
+                if not np.array_equal(together[part, row], bits):
+                    by = np.abs(together[part, row].astype(np.float32) - bits.astype(np.float32)).max()
                     raise AssertionError(
                         f"company {number}, in steps of {rows} rows: row {row} of {part} differs by {by:.3g} from the row alone"
                     )
@@ -133,25 +133,25 @@ class SameBits:
     def _packed(self, prefix: _Tokens, items: list[_Tokens]) -> Prompt:
         """Return a prompt of items that see the prefix and themselves, some of them on a page of their own."""
         prompt = Prompt()
-        prompt.append(prefix, self._block, aligned=False, own=False)
+        prompt.append(prefix, self._block, aligned=False, isolated=False)
         prompt.prefix_end = len(prefix.q)
         for item in items:
-            prompt.append(item, self._block, aligned=self._pages or bool(self.rng.integers(2)), own=True)
+            prompt.append(item, self._block, aligned=self._pages or bool(self.rng.integers(2)), isolated=True)
         return prompt
 
     def _whole(self, name: str = "") -> Prompt:
         """Return a prompt with parts that a question and generated tokens see, or one without."""
         prompt = Prompt()
         if self.plain:
-            prompt.append(self._tokens(f"{name} plain", 4), self._block, aligned=False, own=False)
+            prompt.append(self._tokens(f"{name} plain", 4), self._block, aligned=False, isolated=False)
             return prompt
         aligned = bool(self.rng.integers(2))
         if self.rng.integers(4):
-            prompt.append(self._tokens(f"{name} prefix", 1), self._block, aligned=False, own=False)
+            prompt.append(self._tokens(f"{name} prefix", 1), self._block, aligned=False, isolated=False)
             prompt.prefix_end = len(prompt.slots)
         for i in range(int(self.rng.integers(1, 4))):
-            prompt.append(self._tokens(f"{name} chunk {i}", 1), self._block, aligned=aligned, own=True)
-        prompt.append(self._tokens(f"{name} question", 1), self._block, aligned=aligned, own=False)
+            prompt.append(self._tokens(f"{name} chunk {i}", 1), self._block, aligned=aligned, isolated=True)
+        prompt.append(self._tokens(f"{name} question", 1), self._block, aligned=aligned, isolated=False)
         if self.weighs:
             prompt.question = prompt.slots[-len(prompt.tokens[-1].q)]
             prompt.weighing = (float(self.rng.uniform(0.3, 2)), float(self.rng.uniform(0.3, 2)))
@@ -166,22 +166,21 @@ class SameBits:
             width: width of the page tables.
             cut: whether to cut spans at random; else a step takes as many rows as it can.
         """
-        backend, spec, found = self.backend, self.backend.spec, {}
+        backend, spec = self.backend, self.backend.spec
+        outputs: dict[tuple[int, int], np.ndarray] = {}
         cache = backend.allocate(_SEQS * self._width)
         size = _STEPS[-1] if self._pages else rows
         shapes = [(size, heads, spec.head_dim) for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        given = [[np.concatenate(x) for x in list(zip(*p.tokens, strict=True))[1:]] for p in prompts]
+        inputs = [[np.concatenate(x) for x in list(zip(*p.tokens, strict=True))[1:]] for p in prompts]
         for batch, taken in self._batches(prompts, size, rows, width, cut):
             step = [np.zeros(shape, np.float32) for shape in shapes]
-            for to, index in zip(step, range(3), strict=True):
-                for at, (number, row) in enumerate(taken):
-                    to[at] = given[number][index][row]
+            for at, (number, row) in enumerate(taken):
+                for to, values in zip(step, inputs[number], strict=True):
+                    to[at] = values[row]
             q, k, v = (jnp.asarray(x, spec.dtype) for x in step)
             out, cache = self._forward(q, k, v, cache, backend.build_metadata(batch), **self.options)
-            values = np.asarray(out)
-            for at, (number, row) in enumerate(taken):
-                found[number, row] = values[at]
-        return {name: found[n, i] for n, prompt in enumerate(prompts) for i, name in enumerate(prompt.rows())}
+            outputs |= zip(taken, np.asarray(out))
+        return {name: outputs[n, i] for n, prompt in enumerate(prompts) for i, name in enumerate(prompt.rows())}
 
     def _batches(
         self, prompts: list[Prompt], size: int, rows: int, width: int, cut: bool
@@ -224,5 +223,6 @@ def batch_of(
         weighing.temperature[number], weighing.scale[number] = prompt.weighing
     row_seq, row_slot, row_start = np.zeros((3, size), np.int32)
     row_seq[: len(rows)], row_slot[: len(rows)], row_start[: len(rows)] = np.asarray(rows, np.int32).reshape(-1, 3).T
-    found = weighing if weighs else None
-    return AttentionBatch(len(rows), row_seq, row_slot, row_start, prefix_end, tables, page_len, block_size, found)
+    return AttentionBatch(
+        len(rows), row_seq, row_slot, row_start, prefix_end, tables, page_len, block_size, weighing if weighs else None
+    )

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec
-from chunkattn.backends.registry import get_backend
+from chunkattn.backends.registry import get_backend, refusal
 from chunkattn.cache.slots import plan_slots
 from chunkattn.errors import BackendError
 from chunkattn.layout import ChunkLayout
@@ -220,10 +220,8 @@ def check_backend(
     cls = get_backend(backend) if isinstance(backend, str) else backend
     kept = None if kv_dtype is None else jnp.dtype(kv_dtype)
     spec = AttentionSpec(num_heads, num_kv_heads, head_dim, jnp.dtype(dtype), block_size, (window,), kept)
-    if reason := cls.supports(spec):
+    if reason := refusal(cls, spec, weighs):
         raise BackendError(f"backend {cls.name!r} refuses {spec}: {reason}")
-    if weighs and not cls.weighs:
-        raise BackendError(f"backend {cls.name!r} computes no `AttentionBatch.weighing`")
     judged_backend = cls(spec)
     judged_backend.batch_invariant = bits
     rng, worst = np.random.default_rng(seed), 0.0

@@ -69,6 +69,16 @@ class AttentionSpec:
         """Return the dtype of the cache."""
         return self.dtype if self.kv_dtype is None else self.kv_dtype
 
+    def outside(self, head_dims: tuple[int, ...], block_sizes: tuple[int, ...], dtypes: tuple[str, ...]) -> str | None:
+        """Return which property is none of those that a kernel serves, with its values, or None."""
+        if self.head_dim not in head_dims:
+            return f"head_dim must be one of {', '.join(map(str, head_dims))}, got {self.head_dim}"
+        if self.block_size not in block_sizes:
+            return f"block_size must be one of {', '.join(map(str, block_sizes))}, got {self.block_size}"
+        if self.dtype.name not in dtypes:
+            return f"dtype must be {' or '.join(dtypes)}, got {self.dtype.name}"
+        return None
+
 
 NO_QUESTION = np.iinfo(np.int32).max
 """`Weighing.question_start` of a sequence whose attention is left as it is."""
@@ -228,12 +238,20 @@ class AttentionBackend(ABC):
         Raises:
             BackendError: there are more than `max_pages` pages.
         """
+        self.check_pages(num_pages)
         spec = self.spec
-        if num_pages > self.max_pages:
-            raise BackendError(f"{self.name} supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
         axes = (spec.num_kv_heads, spec.block_size) if self.heads_first else (spec.block_size, spec.num_kv_heads)
         shape, dtype = (num_pages, *axes, spec.head_dim), storage_dtype(spec.cache_dtype)
         return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
+
+    def check_pages(self, num_pages: int) -> None:
+        """Check the number of pages of a pool.
+
+        Raises:
+            BackendError: there are more than `max_pages` pages.
+        """
+        if num_pages > self.max_pages:
+            raise BackendError(f"{self.name} supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
 
     @abstractmethod
     def build_metadata(self, batch: AttentionBatch) -> Metadata:

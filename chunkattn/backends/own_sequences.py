@@ -70,11 +70,8 @@ def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
 
 def _runs(batch: AttentionBatch) -> Tiles:
     """Return the runs of rows of one sequence that lie in its prefix, or have one own part."""
-    sequences, rows = spans(batch), batch.num_rows
-    prefix_end = batch.prefix_end[batch.row_seq[:rows]]
-    part = np.where(batch.row_slot[:rows] < prefix_end, -1, np.maximum(batch.row_start[:rows], prefix_end))
-    edges = np.union1d(sequences.row, np.flatnonzero(np.diff(part)) + 1)
-    return Tiles(edges.astype(np.int32), np.diff(edges, append=rows).astype(np.int32))
+    prefix_end = batch.prefix_end[batch.row_seq]
+    return spans(batch, np.where(batch.row_slot < prefix_end, -1, np.maximum(batch.row_start, prefix_end)))
 
 
 def _weighing(weighing: Weighing, seq: Int32[np.ndarray, " R"], shift: Int32[np.ndarray, " R"], sequences: int) -> Weighing:

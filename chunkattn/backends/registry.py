@@ -88,7 +88,7 @@ def get_backend(name: str) -> type[AttentionBackend]:
     return _REGISTERED[name]
 
 
-def _refusal(cls: type[AttentionBackend], spec: AttentionSpec, weighs: bool) -> str | None:
+def refusal(cls: type[AttentionBackend], spec: AttentionSpec, weighs: bool) -> str | None:
     """Return the reason why a backend cannot serve a model, or None if it can."""
     if weighs and spec.windows != (None,):
         return "chunk_temperature and chunk_scale have no meaning under a sliding window; leave both at 1"
@@ -118,7 +118,7 @@ def make_backend(name: str, spec: AttentionSpec, *, weighs: bool = False) -> Att
     """
     if name != "auto":
         cls = get_backend(name)
-        if reason := _refusal(cls, spec, weighs):
+        if reason := refusal(cls, spec, weighs):
             raise BackendError(f"attention_backend {name!r} cannot serve this model: {reason}")
         return cls(spec)
     platform = jax.default_backend()
@@ -129,7 +129,7 @@ def make_backend(name: str, spec: AttentionSpec, *, weighs: bool = False) -> Att
         except BackendError as error:
             refused.append(str(error))
             continue
-        reason = _refusal(cls, spec, weighs)
+        reason = refusal(cls, spec, weighs)
         if reason is None:
             if refused:
                 logger.warning("attention_backend auto: %s on %s, because %s", candidate, platform, "; ".join(refused))

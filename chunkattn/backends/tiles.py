@@ -38,12 +38,23 @@ class Tiles(NamedTuple):
     size: Int32[StepArray, " Q"]
 
 
-def spans(batch: AttentionBatch) -> Tiles:
-    """Return the runs of rows that belong to one sequence."""
-    seq = batch.row_seq[: batch.num_rows]
-    starts = [0] if len(seq) else []
-    edges = np.concatenate([starts, np.flatnonzero(seq[1:] != seq[:-1]) + 1, [len(seq)]]).astype(np.int32)
+def spans(batch: AttentionBatch, *values: Int32[np.ndarray, " T"]) -> Tiles:
+    """Return the runs of rows that belong to one sequence.
+
+    Args:
+        batch: the step.
+        *values: further values by row, which are equal within a run.
+    """
+    used = [x[: batch.num_rows] for x in (batch.row_seq, *values)]
+    starts = [0] if batch.num_rows else []
+    changes = np.flatnonzero(np.any([x[1:] != x[:-1] for x in used], axis=0))
+    edges = np.concatenate([starts, changes + 1, [batch.num_rows]]).astype(np.int32)
     return Tiles(edges[:-1], edges[1:] - edges[:-1])
+
+
+def within(sizes: Int32[np.ndarray, " Q"]) -> Int32[np.ndarray, " rows"]:
+    """Return the place of each row in its tile, for tiles that follow each other."""
+    return np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
 
 
 def cut(runs: Tiles, rows: int) -> Tiles:
@@ -55,8 +66,8 @@ def cut(runs: Tiles, rows: int) -> Tiles:
     """
     per_run = -(-runs.size // rows)
     run = np.repeat(np.arange(len(per_run)), per_run)
-    within = (np.arange(len(run)) - np.repeat(np.cumsum(per_run) - per_run, per_run)) * rows
-    return Tiles((runs.row[run] + within).astype(np.int32), np.minimum(rows, runs.size[run] - within).astype(np.int32))
+    offset = within(per_run) * rows
+    return Tiles((runs.row[run] + offset).astype(np.int32), np.minimum(rows, runs.size[run] - offset).astype(np.int32))
 
 
 def cut_at_questions(runs: Tiles, weighing: RowWeighing) -> Tiles:
@@ -101,7 +112,7 @@ def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRan
         tiles: query tiles.
         tile_slots: slots of a KV tile.
     """
-    start = _over_rows(np.minimum, batch, tiles)
+    start = over_rows(np.minimum, batch, tiles)
     last = batch.row_slot[tiles.row + tiles.size - 1]
     prefix_end = batch.prefix_end[batch.row_seq[tiles.row]]
     second_start = start // tile_slots
@@ -122,7 +133,7 @@ def full_tiles(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRang
         tiles: query tiles.
         tile_slots: slots of a KV tile.
     """
-    start = _over_rows(np.maximum, batch, tiles)
+    start = over_rows(np.maximum, batch, tiles)
     seen = batch.row_slot[tiles.row] + 1  # the first row sees least of its own part
     prefix_end = batch.prefix_end[batch.row_seq[tiles.row]]
     first_end = np.where(start <= prefix_end, seen, np.minimum(prefix_end, seen)) // tile_slots
@@ -131,7 +142,7 @@ def full_tiles(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRang
     return TileRanges(*(a.astype(np.int32) for a in (first_end, second_start, second_end)))
 
 
-def _over_rows(reduce: np.ufunc, batch: AttentionBatch, tiles: Tiles) -> Int32[np.ndarray, " Q"]:
+def over_rows(reduce: np.ufunc, batch: AttentionBatch, tiles: Tiles) -> Int32[np.ndarray, " Q"]:
     """Reduce `row_start` over the rows of each query tile."""
     if not len(tiles.row):
         return np.zeros(0, np.int32)

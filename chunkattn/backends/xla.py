@@ -198,11 +198,8 @@ def _kinds(batch: AttentionBatch, weighing: RowWeighing | None) -> list[_Kind]:
         questions = weighed[cuts.row]
         kinds.insert(0, _Kind(_picked(cuts, questions), long[questions], weighing.begin, weighing.end, False))
     # Rows of the prefix have no part of their own.
-    own_start = np.where(batch.row_slot < prefix_end, -1, own)[: batch.num_rows]
-    seq = batch.row_seq[: batch.num_rows]
-    edges = np.flatnonzero((seq[1:] != seq[:-1]) | (own_start[1:] != own_start[:-1])) + 1
-    first = np.append(np.zeros(min(batch.num_rows, 1), int), edges)
-    parts = Tiles(first.astype(np.int32), np.diff(np.append(first, batch.num_rows)).astype(np.int32))
+    own_start = np.where(batch.row_slot < prefix_end, -1, own)
+    parts = spans(batch, own_start)
     parts = _picked(parts, own_start[parts.row] >= 0)
     return [*kinds, _Kind(parts, parts.size > MOST_FEW, own.astype(np.int32), everything, True)]
 
@@ -222,11 +219,11 @@ def _tasks(batch: AttentionBatch, tiles_of_kinds: list[tuple[Tiles, _Kind]], bou
         begin = kind.begin[tiles.row]
         end = np.minimum(kind.limit[tiles.row], batch.row_slot[tiles.row + tiles.size - 1] + 1)
         of_chunks = np.full(len(begin), len(tiles_of_kinds) == 3 and number == 0)
-        found = np.stack([tiles.row, tiles.size, begin, end, of_chunks])
+        fields = np.stack([tiles.row, tiles.size, begin, end, of_chunks])
         if runs > 1:  # neighbours wait for the longest
-            found = found[:, np.argsort(end - begin, kind="stable")]
-        flat[:, at : at + found.shape[1]] = found
-        at += -(-found.shape[1] // runs) * runs
+            fields = fields[:, np.argsort(end - begin, kind="stable")]
+        flat[:, at : at + fields.shape[1]] = fields
+        at += -(-fields.shape[1] // runs) * runs
     row, size, begin, end, of_chunks = columns
     return Tasks(row, size, begin, end, of_chunks > 0 if len(tiles_of_kinds) == 3 else None, np.int32(at // runs))
 

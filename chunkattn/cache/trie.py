@@ -27,41 +27,6 @@ from chunkattn.errors import OutOfPagesError
 Key = tuple[object, ...]
 
 
-class PagePool:
-    """Page numbers `0 ... num_pages - 1`, each free or held by one `Block`."""
-
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
-        self._free = deque(range(num_pages))
-
-    @property
-    def num_free(self) -> int:
-        """Return the number of free pages."""
-        return len(self._free)
-
-    def take(self) -> int:
-        """Take a free page and return its number.
-
-        Raises:
-            OutOfPagesError: no page is free.
-        """
-        if not self._free:
-            raise OutOfPagesError(f"none of {self.num_pages} pages is free")
-        return self._free.popleft()
-
-    def release(self, page: int) -> None:
-        """Return a page to the pool."""
-        self._free.append(page)
-
-    def check(self, held: Iterable[int]) -> None:
-        """Assert that every page is either free or held, exactly once.
-
-        Raises:
-            AssertionError: a page is lost, free while held, or held twice.
-        """
-        assert sorted([*self._free, *held]) == list(range(self.num_pages)), "pages are lost, or both free and held"
-
-
 class Block:
     """One page of K/V and its place in the trie.
 
@@ -108,10 +73,10 @@ class Block:
 
 
 class BlockTrie:
-    """Blocks by content, over a pool of pages.
+    """Blocks by content, over a pool of pages `0 ... num_pages - 1`, each free or held by one block.
 
     Attributes:
-        pool: the page pool.
+        num_pages: number of pages.
         evictions: number of blocks evicted so far.
     """
 
@@ -119,18 +84,24 @@ class BlockTrie:
         self.num_pages = num_pages
         self.evictions = 0
         self._serials, self._clock = count(), count()
-        self._start()
+        self.reset()
 
-    def _start(self) -> None:
-        self.pool = PagePool(self.num_pages)
+    def reset(self) -> None:
+        """Forget every block and mark every page free, after the pool is lost. No block may be held."""
+        self._free = deque(range(self.num_pages))
         self._roots: dict[str | None, Block] = {}
         self._unheld: set[Block] = set()
         self._leaves: list[tuple[int, int, Block]] = []  # eviction candidates; stale entries are skipped
 
     @property
+    def num_free(self) -> int:
+        """Return the number of free pages."""
+        return len(self._free)
+
+    @property
     def num_available(self) -> int:
         """Return the number of pages that `new` can hand out: free pages and pages of unreferenced blocks."""
-        return self.pool.num_free + len(self._unheld)
+        return len(self._free) + len(self._unheld)
 
     @property
     def num_cached(self) -> int:
@@ -217,9 +188,11 @@ class BlockTrie:
         Raises:
             OutOfPagesError: every page is held.
         """
-        if not self.pool.num_free:
+        if not self._free:
             self._evict()
-        block = Block(next(self._serials), self.pool.take(), size, keep)
+        if not self._free:
+            raise OutOfPagesError(f"none of {self.num_pages} pages is free")
+        block = Block(next(self._serials), self._free.popleft(), size, keep)
         block.refs = 1
         return block
 
@@ -237,10 +210,6 @@ class BlockTrie:
             parent.dependents += 1
         for parent in parents[1:]:
             parent.later.add(block)
-
-    def reset(self) -> None:
-        """Forget every block and mark every page free, after the pool is lost. No block may be held."""
-        self._start()
 
     def evict_all(self) -> None:
         """Evict every block without references."""
@@ -273,7 +242,7 @@ class BlockTrie:
         """Unlink a block without references or dependents and free its page."""
         assert not block.refs
         assert not block.dependents
-        self.pool.release(block.page)
+        self._free.append(block.page)
         if block.key is not None:
             del block.parents[0].children[block.key]
             for parent in block.parents[1:]:
@@ -318,4 +287,5 @@ class BlockTrie:
             expected = sum(child.parents.count(block) for child in reachable)
             assert len(block.children) <= block.dependents == expected, "dependents are miscounted"
             assert block.later == {child for child in reachable if block in child.parents[1:]}, "later blocks are miscounted"
-        self.pool.check(b.page for b in reachable | {b for b in refs if b.page >= 0})
+        used = [b.page for b in reachable | {b for b in refs if b.page >= 0}]
+        assert sorted([*self._free, *used]) == list(range(self.num_pages)), "pages are lost, or both free and held"

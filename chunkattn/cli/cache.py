@@ -22,7 +22,6 @@ from chunkattn.parsers.prompt import DOCUMENT_NAMES
 
 group = command_group("cache", "Compute the K/V of documents ahead of use and keep it on disk.")
 
-Store = Annotated[Path, typer.Option("--kv-store", help="Folder that keeps the K/V.")]
 BATCH = 16
 """Documents per call: the progress bar moves after each call, and at most one call's documents wait for the disk."""
 
@@ -36,30 +35,42 @@ _ENGINE = (
 @command(group)
 @with_options((EngineConfig, None, _ENGINE))
 def build(
-    folder: Annotated[Path, typer.Argument(help="Folder of the documents; every matching file is one document.")],
-    kv_store: Store,
-    prefix: Annotated[str | None, typer.Option(help="Prefix of the prompts that will use the documents.")] = None,
-    prefix_file: Annotated[Path | None, typer.Option(help="File that holds the prefix.")] = None,
-    system: Annotated[str | None, typer.Option(help="System message of the chats that will use the documents.")] = None,
-    pattern: Annotated[str, typer.Option(help="Glob pattern of the files, relative to the folder.")] = "**/*.txt",
-    cache_salt: Annotated[str | None, typer.Option(help="Salt of the requests that may use the K/V.")] = None,
-    api_key_file: Annotated[
-        str | None, typer.Option(help="Key file of the server that will use the K/V.", envvar="CHUNKATTN_API_KEY_FILE")
-    ] = None,
-    api_key_name: Annotated[
-        str | None, typer.Option(help="Name in the key file; its requests without a cache_salt may use the K/V.")
-    ] = None,
-    max_bytes: Annotated[int, typer.Option(help="Size limit of the K/V folder in bytes.")] = 16 << 30,
+    folder: Path,
+    kv_store: Annotated[Path, typer.Option()],
+    prefix: str | None = None,
+    prefix_file: Path | None = None,
+    system: str | None = None,
+    pattern: str = "**/*.txt",
+    cache_salt: str | None = None,
+    api_key_file: Annotated[str | None, typer.Option(envvar="CHUNKATTN_API_KEY_FILE")] = None,
+    api_key_name: str | None = None,
+    max_bytes: int = 16 << 30,
     model: Model = None,
     verbose: Verbose = False,
     **engine: Any,
 ) -> None:
-    """Compute the K/V of a prefix and documents. A document ends before the last line break of its file."""
+    """Compute the K/V of a prefix and documents. A document ends before the last line break of its file.
+
+    Args:
+        folder: folder of the documents; every matching file is one document.
+        kv_store: folder that keeps the K/V.
+        prefix: prefix of the prompts that will use the documents.
+        prefix_file: file that holds the prefix.
+        system: system message of the chats that will use the documents.
+        pattern: glob pattern of the files, relative to the folder.
+        cache_salt: salt of the requests that may use the K/V.
+        api_key_file: key file of the server that will use the K/V.
+        api_key_name: name in the key file; its requests without a cache_salt may use the K/V.
+        max_bytes: size limit of the K/V folder in bytes.
+        model: see `Model`.
+        verbose: see `Verbose`.
+        **engine: other fields of `EngineConfig`.
+    """
     from chunkattn.calls.precompute import precompute_job
 
     log_to_stderr(verbose)
-    given = [v for v in (prefix, prefix_file, system) if v is not None]
-    if len(given) > 1:
+    starts = [v for v in (prefix, prefix_file, system) if v is not None]
+    if len(starts) > 1:
         raise RequestError("give one of --prefix, --prefix-file and --system")
     if prefix_file is not None:
         prefix = read_document(prefix_file)
@@ -109,11 +120,13 @@ def build(
 
 
 @command(group)
-def ls(
-    kv_store: Store,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object per entry.")] = False,
-) -> None:
-    """List the entries of a K/V folder, most recently used first."""
+def ls(kv_store: Annotated[Path, typer.Option()], as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    """List the entries of a K/V folder, most recently used first.
+
+    Args:
+        kv_store: folder that keeps the K/V.
+        as_json: print one JSON object per entry.
+    """
     with _open(kv_store) as store:
         entries, used = store.entries()[::-1], store.num_bytes
     if as_json:
@@ -132,17 +145,21 @@ def ls(
 
 @command(group)
 def gc(
-    kv_store: Store,
-    max_bytes: Annotated[
-        int | None, typer.Option(help="Remove least recently used entries down to this size in bytes.")
-    ] = None,
-    max_age_days: Annotated[float | None, typer.Option(help="Remove entries not used for this number of days.")] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Remove entries of this model only: its tag, or the tag's beginning.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="Remove all entries.")] = False,
+    kv_store: Annotated[Path, typer.Option()],
+    max_bytes: int | None = None,
+    max_age_days: float | None = None,
+    model: str | None = None,
+    everything: Annotated[bool, typer.Option("--all")] = False,
 ) -> None:
-    """Remove entries from a K/V folder."""
+    """Remove entries from a K/V folder.
+
+    Args:
+        kv_store: folder that keeps the K/V.
+        max_bytes: remove least recently used entries down to this size in bytes.
+        max_age_days: remove entries not used for this number of days.
+        model: remove entries of this model only: its tag, or the tag's beginning.
+        everything: remove all entries.
+    """
     if (max_bytes or 0) < 0 or not (max_age_days or 0.0) >= 0:
         raise RequestError("--max-bytes and --max-age-days must not be negative")
     if everything == any(v is not None for v in (max_bytes, max_age_days, model)):

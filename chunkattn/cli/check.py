@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
-import typer
 
-from chunkattn.cli.common import app, command, console
+from chunkattn.cli.common import app, command, console, print_lines
 from chunkattn.cli.environment import environment
 from chunkattn.config import SamplingParams
 from chunkattn.errors import BackendError
@@ -40,13 +39,14 @@ TOLERANCE = 1e-3
 
 
 @command(app)
-def check(
-    backend: Annotated[str, typer.Option(help="auto, or the backend to check.")] = "auto",
-    cases: Annotated[int, typer.Option(help="Number of random cases per setting.")] = 3,
-) -> None:
+def check(backend: str = "auto", cases: int = 3) -> None:
     """Compare the attention that this device would run with the reference, then answer and score with the demo model.
 
     The verdicts follow by which engines with `auto` took or left a kernel on this device.
+
+    Args:
+        backend: `auto`, or the backend to check.
+        cases: number of random cases per setting.
     """
     began = time.perf_counter()
     failures = [*_kernels(backend, cases), *_demo(backend), *_verdicts()]
@@ -54,8 +54,7 @@ def check(
     if failures:
         console.print("[red]The attention of this device is wrong.[/] Use attention_backend='xla' or 'reference' until it is")
         console.print("mended, and report the lines above with these:")
-        for name, value in environment():
-            console.print(f"  {name}: {value}", markup=False, soft_wrap=True)
+        print_lines(f"  {name}: {value}" for name, value in environment())
         sys.exit(1)
     console.print("[green]All is right.[/]")
 
@@ -72,20 +71,20 @@ def _kernels(backend: str, cases: int) -> list[str]:
     console.print(f"{jax.devices()[0].device_kind} ({jax.default_backend()})")
     failures = []
     for options in OPTIONS + (MANY_ROWS if jax.default_backend() != "cpu" else ()):
-        given = {"dtype": "float32", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 16, **options}
-        heads = (given["num_heads"], given["num_kv_heads"], given["head_dim"])
-        kept = jnp.dtype(given["kv_dtype"]) if "kv_dtype" in given else None
-        spec = AttentionSpec(*heads, jnp.dtype(given["dtype"]), given["block_size"], (given.get("window"),), kept)
-        told = ", ".join(f"{name} {value}" for name, value in given.items())
+        values = {"dtype": "float32", "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "block_size": 16, **options}
+        heads = (values["num_heads"], values["num_kv_heads"], values["head_dim"])
+        kept = jnp.dtype(values["kv_dtype"]) if "kv_dtype" in values else None
+        spec = AttentionSpec(*heads, jnp.dtype(values["dtype"]), values["block_size"], (values.get("window"),), kept)
+        text = ", ".join(f"{name} {value}" for name, value in values.items())
         try:
-            name = make_backend(backend, spec, weighs=given.get("weighs", False)).name
-            found = check_backend(name, cases=cases, **given)
-            console.print(f"  [green]right[/] {name}: {told}: {found:.1e} of {TOLERANCES[given['dtype']]:.0e} allowed")
+            name = make_backend(backend, spec, weighs=values.get("weighs", False)).name
+            difference = check_backend(name, cases=cases, **values)
+            console.print(f"  [green]right[/] {name}: {text}: {difference:.1e} of {TOLERANCES[values['dtype']]:.0e} allowed")
         except BackendError as error:
-            console.print(f"  left out: {told}: {error}", markup=False)
+            console.print(f"  left out: {text}: {error}", markup=False)
         except AssertionError as error:
             failures.append(str(error))
-            console.print(f"  [red]wrong[/] {told}: {error}")
+            console.print(f"  [red]wrong[/] {text}: {error}")
     return failures
 
 
@@ -117,10 +116,10 @@ def _verdicts() -> list[str]:
 
     enable_compile_cache()
     failures, verdicts = [], list(verdicts_here())
-    console.print(f"verdicts of engines with attention_backend='auto', in {verdict_folder()}:", markup=False, soft_wrap=True)
+    print_lines([f"verdicts of engines with attention_backend='auto', in {verdict_folder()}:"])
     for settings, verdict, file in verdicts:
         console.print("  [red]wrong[/]" if verdict.faults else "  [green]right[/]", end=" ")
-        console.print(f"{settings}: {verdict} ({file.name})", markup=False, soft_wrap=True)
+        print_lines([f"{settings}: {verdict} ({file.name})"])
         failures += [f"{settings}: {fault}" for fault in verdict.faults]
     if not verdicts:
         console.print("  none: no engine has compared a kernel with xla on this device and with these versions")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import sys
@@ -16,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from chunkattn.cli.help_text import Command, Group
+from chunkattn.cli.options import documented
 from chunkattn.errors import ChunkAttnError, ConfigError, NonFiniteError, RequestError
 from chunkattn.parsers import DocumentPrompt
 
@@ -57,7 +59,7 @@ def command_group(name: str, text: str) -> typer.Typer:
 
 
 def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command of a group. Errors of this package become one line on stderr.
+    """Register a command of a group, with help from its docstring. Errors of this package become one line on stderr.
 
     The exit code is 1 for `NonFiniteError` and 2 for the other errors.
 
@@ -75,6 +77,8 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
                 print("error:", " ".join(str(error).split()), file=sys.stderr)
                 raise typer.Exit(1 if isinstance(error, NonFiniteError) else 2) from None
 
+        run.__signature__ = documented(function)  # type: ignore[attr-defined]
+        run.__doc__ = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")[0]
         return group.command(name, cls=Command)(run)
 
     return register

@@ -44,11 +44,11 @@ class Side:
     tells_time: bool = False
 
 
-def read_side(given: str, parser: PromptParser, tokenizer: PreTrainedTokenizerBase) -> Side:
+def read_side(source: str, parser: PromptParser, tokenizer: PreTrainedTokenizerBase) -> Side:
     """Return the prompt of an argument: a text, a file with a text, or a file with a saved JSON body.
 
     Args:
-        given: text, split at the separator, or path.
+        source: text, split at the separator, or path.
         parser: parser of the prompts.
         tokenizer: tokenizer with the chat template.
 
@@ -56,11 +56,11 @@ def read_side(given: str, parser: PromptParser, tokenizer: PreTrainedTokenizerBa
         ConfigError: the file is missing or cannot be read, or the JSON object is no completion of one prompt and no chat.
         RequestError: the prompt is malformed.
     """
-    path = Path(given)
+    path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8") if is_file(path) else given
+        text = path.read_text(encoding="utf-8") if is_file(path) else source
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{given} cannot be read: {error}") from None
+        raise ConfigError(f"{source} cannot be read: {error}") from None
     try:
         body = json.loads(text)
     except ValueError:
@@ -69,34 +69,34 @@ def read_side(given: str, parser: PromptParser, tokenizer: PreTrainedTokenizerBa
         if not body.keys() & {"messages", "prompt", "chunks"}:
             raise ConfigError("the JSON object is no body of a completion or chat; it needs `messages`, `prompt` or `chunks`")
         return _of_body(body, parser, tokenizer)
-    if not is_file(path) and _FILE_NAME.fullmatch(given):
-        raise ConfigError(f"no such file: {given} (an argument without spaces that looks like a path is one)")
+    if not is_file(path) and _FILE_NAME.fullmatch(source):
+        raise ConfigError(f"no such file: {source} (an argument without spaces that looks like a path is one)")
     return Side(parser.parse(text, True))
 
 
-def _of_body(given: dict[str, Any], parser: PromptParser, tokenizer: PreTrainedTokenizerBase) -> Side:
+def _of_body(source: dict[str, Any], parser: PromptParser, tokenizer: PreTrainedTokenizerBase) -> Side:
     from pydantic import ValidationError
 
     from chunkattn.schema.generation import ChatBody, CompletionBody, named_documents
 
     try:
-        if "messages" in given:
-            chat = ChatBody.model_validate(given)
+        if "messages" in source:
+            chat = ChatBody.model_validate(source)
             _refuse_ids(named_documents(chat.documents))
             messages = [message.plain() for message in chat.messages]
             parsed = parser.parse_chat(messages, chat.chunks({}), **chat.template_options())
             return Side(parsed, chat.cache_salt, "strftime_now" in str(getattr(tokenizer, "chat_template", None)))
-        body = CompletionBody.model_validate(given)
+        body = CompletionBody.model_validate(source)
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"the saved body cannot be read: {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     _refuse_ids(named_documents(body.chunks.documents) if body.chunks is not None else {})
-    own = parser if body.add_special_tokens else parser.without_leading()
+    body_parser = parser if body.add_special_tokens else parser.without_leading()
     chunk_aware = True if body.chunk_aware is None else body.chunk_aware
     prompts = body.prompts({})
     if len(prompts) != 1:
         raise ConfigError(f"the saved body has {len(prompts)} prompts; save one body for each prompt to compare them")
-    return Side(own.parse(prompts[0], chunk_aware), body.cache_salt)
+    return Side(body_parser.parse(prompts[0], chunk_aware), body.cache_salt)
 
 
 def _refuse_ids(named: Any) -> None:
@@ -137,54 +137,49 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
         block_size: tokens of a block.
     """
     a, b = first.prompt.layout, second.prompt.layout
-    prefix_a, *chunks_a, question_a = (_ids(a, s) for s in a.segments)
-    prefix_b, *chunks_b, question_b = (_ids(b, s) for s in b.segments)
+    prefix_a, *chunks_a, question_a = (a.part(segment).tolist() for segment in a.segments)
+    prefix_b, *chunks_b, question_b = (b.part(segment).tolist() for segment in b.segments)
     salted, kinds = first.salt == second.salt, a.is_plain == b.is_plain
     start_a = question_a if a.is_plain else prefix_a  # a plain prompt is cached as a prefix is
-    made = []
+    matches = []
     follows = salted and kinds and prefix_a == prefix_b
     otherwise = ", but what comes before it differs" if salted else ", but the salt differs"
+
+    def blocks(first: Sequence[int], second: Sequence[int]) -> int:
+        """Return the tokens of the full blocks at the start of both."""
+        return _common(first, second) // block_size * block_size
+
     if not b.is_plain:
         text = "differs" if prefix_a != prefix_b else "equal" if salted else f"equal{otherwise}"
-        reused = 0 if not salted else len(prefix_b) if follows else _blocks(start_a, prefix_b, block_size)
-        made.append(PartMatch("prefix", len(prefix_b), reused, text, prefix_a, prefix_b))
-        starts = [(int(a.positions[s.start]) if s.end > s.start else 0) for s in a.segments[1:-1]]
+        reused = 0 if not salted else len(prefix_b) if follows else blocks(start_a, prefix_b)
+        matches.append(PartMatch("prefix", len(prefix_b), reused, text, prefix_a, prefix_b))
+        starts = [_position(a, segment) for segment in a.segments[1:-1]]
         for number, (chunk, segment) in enumerate(zip(chunks_b, b.segments[1:-1], strict=True)):
             places = [place for place, other in enumerate(chunks_a) if other == chunk]
-            start = int(b.positions[segment.start]) if segment.end > segment.start else 0
-            at_start = [other for other, begin in zip(chunks_a, starts, strict=True) if begin == start]
-            if not follows:
-                reused = 0
-            elif chunk in at_start:
-                reused = len(chunk)
-            else:
-                reused = max((_blocks(other, chunk, block_size) for other in at_start), default=0)
+            start = _position(b, segment)
+            at_start = [other for other, begin in zip(chunks_a, starts, strict=True) if follows and begin == start]
+            reused = len(chunk) if chunk in at_start else max((blocks(other, chunk) for other in at_start), default=0)
             text = f"equal to chunk {places[0]}" if places else "differs"
             if reused < len(chunk) and places:
                 text += ", but its position differs" if follows else otherwise
             other = None if places or number >= len(chunks_a) else chunks_a[number]
-            made.append(PartMatch(segment.name, len(chunk), reused, text, other, chunk))
-    follows = follows and sorted(filter(None, chunks_a)) == sorted(filter(None, chunks_b))
-    if b.is_plain:
-        reused = _blocks(start_a, question_b[:-1], block_size) if salted else 0
-    else:
-        reused = _blocks(question_a, question_b[:-1], block_size) if follows else 0
+            matches.append(PartMatch(segment.name, len(chunk), reused, text, other, chunk))
+    # A plain prompt is reused as a prefix is, and a question behind the same chunks alone.
+    same_chunks = sorted(filter(None, chunks_a)) == sorted(filter(None, chunks_b))
+    earlier, follows = (start_a, salted) if b.is_plain else (question_a, follows and same_chunks)
+    reused = blocks(earlier, question_b[:-1]) if follows else 0
     text = "equal" if question_a == question_b else "differs"
-    if text == "equal" and not (follows or (b.is_plain and salted)):
+    if text == "equal" and not follows:
         text += otherwise
-    elif text == "equal" and reused < len(question_b) and a.is_plain == b.is_plain:
+    elif text == "equal" and reused < len(question_b) and kinds:
         text += ", reused in full blocks without its last token"
-    made.append(PartMatch("prompt" if b.is_plain else "question", len(question_b), reused, text, question_a, question_b))
-    return made
+    matches.append(PartMatch("prompt" if b.is_plain else "question", len(question_b), reused, text, question_a, question_b))
+    return matches
 
 
-def _ids(layout: ChunkLayout, segment: Segment) -> list[int]:
-    return layout.part(segment).tolist()
-
-
-def _blocks(first: Sequence[int], second: Sequence[int], block_size: int) -> int:
-    """Return the tokens of the full blocks at the start of both."""
-    return _common(first, second) // block_size * block_size
+def _position(layout: ChunkLayout, segment: Segment) -> int:
+    """Return the position of the first token of a part; 0 for an empty one."""
+    return int(layout.positions[segment.start]) if segment.end > segment.start else 0
 
 
 def _common(first: Sequence[Any], second: Sequence[Any]) -> int:
@@ -267,7 +262,7 @@ def _hints(first: Side, second: Side, parts: Sequence[PartMatch], tokenizer: Pre
     if first.salt != second.salt:
         yield "hint: the cache_salt differs; send the same one with requests that may share the cache"
     part = next((part for part in parts if part.first is not None and part.first != part.second), None)
-    if part is None or part.first is None or part.name in ("question",):
+    if part is None or part.first is None or part.name == "question":
         return
     a, b = str(tokenizer.decode(part.first)), str(tokenizer.decode(part.second))
     if a.split() == b.split():

@@ -45,28 +45,6 @@ if TYPE_CHECKING:
 _STATES = 64
 """States of one call of `LLM.decide`. Their answers are written when all of them are known."""
 
-StateText = Annotated[str | None, typer.Argument(help="Text of the state; '-' reads standard input.", show_default=False)]
-QuestionsFile = Annotated[Path, typer.Option(help="File of questions, YAML or JSON.", show_default=False)]
-StateFile = Annotated[Path | None, typer.Option(help="File of one state: text, or JSON if its name ends in .json.")]
-InputFile = Annotated[
-    Path | None,
-    typer.Option("--input", help="File of JSON lines, one state a line, perhaps with its documents; '-' reads standard input."),
-]
-OutputFile = Annotated[
-    Path | None, typer.Option("--output", help="File to write, one line for each state; '-' is standard output.")
-]
-OutputFormat = Annotated[
-    str | None, typer.Option(help="jsonl or csv; by default csv if the name of --output ends in .csv, else jsonl.")
-]
-Method = Annotated[str, typer.Option(help="letters, likelihood or separate.")]
-Calibrate = Annotated[
-    str, typer.Option(help="off; on: divide probabilities by those behind 'N/A'; fitted: the labels of the calibration file.")
-]
-DocumentFiles = Annotated[
-    list[Path] | None, typer.Option("--document-file", help="File of a document before every state; repeatable.")
-]
-System = Annotated[str | None, typer.Option(help="Content of a system message before the state.")]
-CacheSalt = Annotated[str | None, typer.Option(help="Salt of the cache; calls of one salt share cached K/V.")]
 _FORMATS = ("jsonl", "csv")
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
 _ENGINE = (
@@ -78,20 +56,20 @@ _ENGINE = (
 @command(app)
 @with_options((EngineConfig, None, _ENGINE))
 def decide(
-    state: StateText = None,
+    state: Annotated[str | None, typer.Argument(show_default=False)] = None,
     *,
-    questions: QuestionsFile,
-    state_file: StateFile = None,
-    input_file: InputFile = None,
-    output: OutputFile = None,
-    output_format: OutputFormat = None,
+    questions: Annotated[Path, typer.Option(show_default=False)],
+    state_file: Path | None = None,
+    input_file: Annotated[Path | None, typer.Option("--input")] = None,
+    output: Path | None = None,
+    output_format: str | None = None,
     document: Documents = None,
-    document_file: DocumentFiles = None,
-    method: Method = "letters",
-    calibrate: Calibrate = "off",
-    system: System = None,
+    document_file: list[Path] | None = None,
+    method: str = "letters",
+    calibrate: str = "off",
+    system: str | None = None,
     chat_template_kwargs: TemplateOptions = None,
-    cache_salt: CacheSalt = None,
+    cache_salt: str | None = None,
     model: Model = None,
     verbose: Verbose = False,
     **engine: Any,
@@ -100,9 +78,27 @@ def decide(
 
     The answers about one state are a table, or JSON or CSV with --output or --output-format. Those about a file are JSON lines
     or CSV, one line for each state, in the file's order. The whole file is checked before the first state is computed.
+
+    Args:
+        state: text of the state; '-' reads standard input.
+        questions: file of questions, YAML or JSON.
+        state_file: file of one state: text, or JSON if its name ends in .json.
+        input_file: file of JSON lines, one state a line, perhaps with its documents; '-' reads standard input.
+        output: file to write, one line for each state; '-' is standard output.
+        output_format: `jsonl` or `csv`; by default `csv` if the name of --output ends in .csv, else `jsonl`.
+        document: see `Documents`.
+        document_file: file of a document before every state; repeatable.
+        method: `letters`, `likelihood` or `separate`.
+        calibrate: `off`; `on`: divide probabilities by those behind 'N/A'; `fitted`: the labels of the calibration file.
+        system: content of a system message before the state.
+        chat_template_kwargs: see `TemplateOptions`.
+        cache_salt: salt of the cache; calls of one salt share cached K/V.
+        model: see `Model`.
+        verbose: see `Verbose`.
+        **engine: other fields of `EngineConfig`.
     """
     log_to_stderr(verbose)
-    if sum(given is not None for given in (state, state_file, input_file)) != 1:
+    if sum(source is not None for source in (state, state_file, input_file)) != 1:
         raise RequestError("give one of a state, --state-file and --input")
     if calibrate not in _CALIBRATE:
         raise ConfigError(f"--calibrate must be one of {', '.join(_CALIBRATE)}; got {calibrate}")
@@ -119,7 +115,7 @@ def decide(
         inputs += [(flag, Path(os.path.expanduser(file))) for flag, file in files.items() if file]
         check_overwrites(output, inputs)
     asked = read_questions(questions)
-    given = _Lines(input_file) if input_file is not None else _one_state(state, state_file)
+    source = _Lines(input_file) if input_file is not None else _one_state(state, state_file)
     documents = [*(document or []), *map(read_document, document_file or [])]
     options: dict[str, Any] = {
         "documents": documents,
@@ -128,22 +124,19 @@ def decide(
         "calibrate": _CALIBRATE[calibrate],
         "chat_template_kwargs": template_options(chat_template_kwargs),
         "cache_salt": cache_salt,
-        "use_tqdm": False,
     }
     llm = make_llm(model, **engine)
-    if isinstance(given, _Lines):
-        _decide_lines(llm, given, asked, questions, output, options, is_csv=is_csv)
+    if isinstance(source, _Lines):
+        _decide_lines(llm, source, asked, questions, output, options, is_csv=is_csv)
     else:
         with _named(questions):
-            found = llm.decide(given, asked, **options)
+            decision = llm.decide(source, asked, use_tqdm=False, **options)
         if output is None and output_format is None:
-            _show(asked, found)
+            _show(asked, decision)
         else:
             with _opened(output) as file:
-                _write(
-                    file,
-                    [csv_line(table_header(asked)), csv_line(table_row(found))] if is_csv else [_json_line(as_json(found))],
-                )
+                rows = table_header(asked), table_row(decision)
+                _write(file, [*map(csv_line, rows)] if is_csv else [_json_line(as_json(decision))])
     llm.close()
 
 
@@ -210,19 +203,18 @@ def _decide_lines(
 
     for window in lines.windows():
         for group in _by_documents(window):
-            checked = {name: value for name, value in of(group).items() if name != "use_tqdm"}
             with _named(questions, lines.name, group):
-                decide_call(llm.frontend, [line.state for line in group], asked, **checked)
+                decide_call(llm.frontend, [line.state for line in group], asked, **of(group))
     with _opened(output) as file, Steps("states", lines.count) as steps:
         if is_csv:
             _write(file, [csv_line(["line", "id", *table_header(asked)])])
         for window in lines.windows():
-            found = dict[int, DecisionOutput]()
+            decisions = dict[int, DecisionOutput]()
             for group in _by_documents(window):
                 with _named(questions, lines.name, group):
-                    outputs = llm.decide([line.state for line in group], asked, **of(group))
-                found |= zip((line.line for line in group), outputs, strict=True)
-            _write(file, [_line(line, found[line.line], is_csv=is_csv) for line in window])
+                    outputs = llm.decide([line.state for line in group], asked, use_tqdm=False, **of(group))
+                decisions |= zip((line.line for line in group), outputs, strict=True)
+            _write(file, [_line(line, decisions[line.line], is_csv=is_csv) for line in window])
             steps.advance(len(window))
 
 
@@ -269,8 +261,8 @@ def _one_state(text: str | None, file: Path | None) -> str:
     if file is None:
         return sys.stdin.read().removesuffix("\n") if text == "-" else text or ""
     try:
-        found = file.read_text(encoding="utf-8")
-        return read_state(json.loads(found), str(file)) if file.suffix == ".json" else found
+        content = file.read_text(encoding="utf-8")
+        return read_state(json.loads(content), str(file)) if file.suffix == ".json" else content
     except RecursionError:
         raise RequestError(f"{file} cannot be read: it nests too deep") from None
     except (OSError, ValueError) as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import chunkattn
-from chunkattn.cli.common import app, command, console
+from chunkattn.cli.common import app, command, print_lines
 
 if TYPE_CHECKING:
     from chunkattn.backends import AttentionBackend
@@ -31,8 +31,7 @@ would save little.
 @command(app)
 def env() -> None:
     """Print versions, devices, the attention backend, whether bits are kept, and the settings that change what runs."""
-    for name, value in environment():
-        console.print(f"{name + ':':24} {value}", markup=False, soft_wrap=True)
+    print_lines(f"{name + ':':24} {value}" for name, value in environment())
 
 
 def environment() -> Iterator[tuple[str, str]]:

@@ -6,12 +6,13 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from copy import copy
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
 from chunkattn.errors import ConfigError
-from chunkattn.options import Option, options_of
+from chunkattn.options import Option, as_help, descriptions, options_of
 
 
 def with_options(*groups: tuple[type, str | None, str], from_environment: bool = False) -> Callable[[Any], Any]:
@@ -46,8 +47,28 @@ def _parameter(option: Option, panel: str | None, from_environment: bool) -> ins
     )
     kind: Any = list[str] if option.kind is tuple else option.kind
     default = list(option.default) if option.kind is tuple else option.default
-    wanted = kind | None if option.is_optional else kind
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[wanted, info])
+    hint = kind | None if option.is_optional else kind
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[hint, info])
+
+
+def documented(function: Callable[..., None]) -> inspect.Signature:
+    """Return the signature of a command, whose options and arguments have the docstring's descriptions as their help.
+
+    A parameter without a default is an argument, and any other an option, unless its annotation says otherwise. A help text in
+    the annotation comes first.
+
+    Args:
+        function: function of the command.
+    """
+    signature, texts = inspect.signature(function, eval_str=True), descriptions(function)
+    parameters = []
+    for name, parameter in signature.parameters.items():
+        annotation = parameter.annotation
+        kind, *infos = get_args(annotation) if get_origin(annotation) is Annotated else (annotation,)
+        info = copy(infos[0]) if infos else typer.Argument() if parameter.default is parameter.empty else typer.Option()
+        info.help = info.help or as_help(texts[name])
+        parameters.append(parameter.replace(annotation=Annotated[kind, info]))
+    return signature.replace(parameters=parameters)
 
 
 def check_keys(options: Mapping[str, Any], *names: str) -> None:

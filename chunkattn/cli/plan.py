@@ -17,31 +17,34 @@ _ENGINE = "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_me
 @command(app)
 @with_options((EngineConfig, None, _ENGINE))
 def plan(
-    model: Annotated[
-        str | None, typer.Argument(help="Local folder, GGUF file or hub id; the bundled demo model when left out.")
-    ] = None,
-    device: Annotated[str | None, typer.Option(help="Device, such as v6e, l4 or h200; the usual ones when left out.")] = None,
-    tensor_parallel_size: Annotated[
-        int | None, typer.Option(min=1, help="Number of devices; the powers of two that divide the model when left out.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument()] = None,
+    device: str | None = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1)] = None,
     **options: Any,
 ) -> None:
-    """Print the weights, pages and tokens of a model on each of its devices, from its configuration alone."""
+    """Print the weights, pages and tokens of a model on each of its devices, from its configuration alone.
+
+    Args:
+        model: local folder, GGUF file or hub id; the bundled demo model when left out.
+        device: device, such as v6e, l4 or h200; the usual ones when left out.
+        tensor_parallel_size: number of devices; the powers of two that divide the model when left out.
+        **options: other fields of `EngineConfig`.
+    """
     from chunkattn.engine import plan as plans
     from chunkattn.models.loader import open_shape
 
     config = make_config(model, {**options, "skip_tokenizer_init": True})
     spec, dtype = open_shape(config)
     longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
-    chips = plans.usual_chips() if device is None else dict([plans.chip_of(device)])
+    chips = dict(map(plans.chip_of, plans.USUAL if device is None else [device]))
     table = figures("device", "N", "weights", "of 1/N", "KV pool", "pages", "tokens", "prompts", texts=("device",))
     for name, chip in chips.items():
         for size in plans.sizes(spec) if tensor_parallel_size is None else [tensor_parallel_size]:
-            found = plans.plan(config, spec, dtype, chip, size)
-            share = f"{found.weight_bytes / found.least_weight_bytes:.3f}"
-            weights, pool = f"{found.weight_bytes / _GIB:.2f}", f"{found.num_pages * found.page_bytes / _GIB:.2f}"
-            fits = [pool, f"{found.num_pages:,}", f"{found.num_tokens:,}", f"{found.num_tokens / longest:,.1f}"]
-            fits = fits if found.num_pages else ["too large", "", "", ""]
+            memory = plans.plan(config, spec, dtype, chip, size)
+            share = f"{memory.weight_bytes / memory.least_weight_bytes:.3f}"
+            weights, pool = f"{memory.weight_bytes / _GIB:.2f}", f"{memory.num_pages * memory.page_bytes / _GIB:.2f}"
+            fits = [pool, f"{memory.num_pages:,}", f"{memory.num_tokens:,}", f"{memory.num_tokens / longest:,.1f}"]
+            fits = fits if memory.num_pages else ["too large", "", "", ""]
             table.add_row(f"{name}, {chip.memory_bytes / _GIB:.0f}", str(size), weights, share, *fits)
     console.print(f"{spec.num_layers} layers, {spec.num_heads} heads, {spec.num_kv_heads} KV heads, weights in {dtype.name}")
     console.print(table)

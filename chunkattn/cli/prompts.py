@@ -49,43 +49,62 @@ def generate(
     document: Documents = None,
     question: QuestionPart = None,
     model: Model = None,
-    chunk_aware: Annotated[bool, typer.Option(help="Split the prompt at separators.")] = True,
-    max_tokens: Annotated[int, typer.Option(help="Number of tokens to generate at most.")] = 64,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="Probability mass of nucleus sampling.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.")] = None,
-    n: Annotated[int, typer.Option("-n", help="Number of samples.")] = 1,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; repeatable.")] = None,
-    focus: Annotated[int | None, typer.Option(help="Number of documents to choose by the question.")] = None,
-    focus_mode: Annotated[
-        str | None, typer.Option(help="only (default): leave the other documents out; reread: repeat the chosen ones.")
-    ] = None,
-    focus_score: Annotated[str | None, typer.Option(help="Score of a document: likelihood (default) or relevance.")] = None,
-    cache_salt: Annotated[str | None, typer.Option(help="Salt of the cache; prompts of one salt share cached K/V.")] = None,
+    chunk_aware: bool = True,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    n: Annotated[int, typer.Option("-n")] = 1,
+    stop: list[str] | None = None,
+    focus: int | None = None,
+    focus_mode: str | None = None,
+    focus_score: str | None = None,
+    cache_salt: str | None = None,
     verbose: Verbose = False,
     **engine: Any,
 ) -> None:
-    """Continue a prompt: "prefix # # document # # document # # question"."""
+    """Continue a prompt: "prefix # # document # # document # # question".
+
+    Args:
+        prompt: see `PromptText`.
+        prefix: see `PrefixPart`.
+        document: see `Documents`.
+        question: see `QuestionPart`.
+        model: see `Model`.
+        chunk_aware: split the prompt at separators.
+        max_tokens: number of tokens to generate at most.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: probability mass of nucleus sampling.
+        seed: seed of the random numbers.
+        n: number of samples.
+        stop: string that ends the text; repeatable.
+        focus: number of documents to choose by the question.
+        focus_mode: `only` (default): leave the other documents out; `reread`: repeat the chosen ones.
+        focus_score: score of a document: `likelihood` (default) or `relevance`.
+        cache_salt: salt of the cache; prompts of one salt share cached K/V.
+        verbose: see `Verbose`.
+        **engine: other fields of `EngineConfig`.
+    """
     log_to_stderr(verbose)
     choice = _focus(focus, mode=focus_mode, score=focus_score)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, n=n, stop=stop or ())
-    wanted = prompt_of(prompt, prefix, document, question)
+    request = prompt_of(prompt, prefix, document, question)
     llm = make_llm(model, enable_chunk_aware=chunk_aware, **engine)
-    output = llm.generate(wanted, params, focus=choice, cache_salt=cache_salt)[0]
+    output = llm.generate(request, params, focus=choice, cache_salt=cache_salt)[0]
     for sample in output.outputs:
         text = sample.text.removeprefix(" ")  # the first word's leading space
         print(text if n == 1 else f"[{sample.index}] {text}")
     if output.focus is not None:
-        _print_choice(output.focus, llm.parser.parse(wanted, chunk_aware))
+        _print_choice(output.focus, llm.parser.parse(request, chunk_aware))
     llm.close()
 
 
 def _focus(top_n: int | None, **options: str | None) -> Focus | None:
     """Return the focus of the flags, or None without one."""
-    given = {name: value for name, value in options.items() if value is not None}
-    if top_n is None and given:
-        raise RequestError(f"--focus-{next(iter(given))} needs --focus, the number of documents to choose")
-    return read_focus(None if top_n is None else {"top_n": top_n, **given})
+    fields = {name: value for name, value in options.items() if value is not None}
+    if top_n is None and fields:
+        raise RequestError(f"--focus-{next(iter(fields))} needs --focus, the number of documents to choose")
+    return read_focus(None if top_n is None else {"top_n": top_n, **fields})
 
 
 def _print_choice(focus: FocusOutput, prompt: ParsedPrompt) -> None:
@@ -102,27 +121,38 @@ def _print_choice(focus: FocusOutput, prompt: ParsedPrompt) -> None:
 @command(app)
 @with_options((EngineConfig, None, f"tokenizer {_DEVICE}"))
 def score(
-    query: Annotated[str, typer.Argument(help="Query that every item is scored against.")],
-    items: Annotated[list[str], typer.Argument(help="Items; a single '-' reads one item per line from standard input.")],
-    labels: Annotated[
-        list[str] | None, typer.Option("--labels", "--label", help="Labels of one token each, as 'yes,no'; repeatable.")
-    ] = None,
-    softmax: Annotated[bool, typer.Option(help="Normalise the probabilities over the labels.")] = True,
-    item_first: Annotated[bool, typer.Option(help="Score item + query instead of query + item.")] = False,
-    algorithm: Annotated[str, typer.Option(help="auto, serial, packed_segment, prefill_extend or packed_dense.")] = "auto",
-    sort: Annotated[bool, typer.Option(help="Sort by the first label's score, best first.")] = True,
+    query: str,
+    items: list[str],
+    labels: Annotated[list[str] | None, typer.Option("--labels", "--label")] = None,
+    softmax: bool = True,
+    item_first: bool = False,
+    algorithm: str = "auto",
+    sort: bool = True,
     model: Model = None,
     verbose: Verbose = False,
     **engine: Any,
 ) -> None:
-    """Score items against a query: P(label | query + item), or a classifier's classes; each item as if sent alone."""
+    """Score items against a query: P(label | query + item), or a classifier's classes; each item as if sent alone.
+
+    Args:
+        query: query that every item is scored against.
+        items: items; a single '-' reads one item per line from standard input.
+        labels: labels of one token each, as 'yes,no'; repeatable.
+        softmax: normalise the probabilities over the labels.
+        item_first: score item + query instead of query + item.
+        algorithm: `auto`, `serial`, `packed_segment`, `prefill_extend` or `packed_dense`.
+        sort: sort by the first label's score, best first.
+        model: see `Model`.
+        verbose: see `Verbose`.
+        **engine: other fields of `EngineConfig`.
+    """
     log_to_stderr(verbose)
     if items == ["-"]:
         items = sys.stdin.read().splitlines()
     llm = make_llm(model, **engine)
     num_labels = llm.limits.num_labels
-    given = labels or (["yes,no"] if num_labels is None else [])
-    texts = [text for part in given for text in part.split(",")]
+    parts = labels or (["yes,no"] if num_labels is None else [])
+    texts = [text for part in parts for text in part.split(",")]
     result = llm.score(query, items, labels=texts or None, apply_softmax=softmax, item_first=item_first, algorithm=algorithm)
     order = sorted(range(len(items)), key=lambda i: -result.scores[i][0]) if sort else range(len(items))
     columns = [f"P({escape(text)})" for text in texts] or [f"class {i}" for i in range(num_labels or 0)]
@@ -148,16 +178,22 @@ def inspect(
     document: Documents = None,
     question: QuestionPart = None,
     model: Model = None,
-    plot: Annotated[Path | None, typer.Option(help="File for a picture of mask and positions (.png, .svg, .pdf).")] = None,
-    compare: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            help="Two prompts: texts, files, or files with JSON bodies. Shows where they part and what B reuses.", metavar="A B"
-        ),
-    ] = None,
+    plot: Path | None = None,
+    compare: Annotated[tuple[str, str] | None, typer.Option(metavar="A B")] = None,
     **engine: Any,
 ) -> None:
-    """Show how a prompt is parsed: parts, tokens, positions. The command loads the tokenizer only."""
+    """Show how a prompt is parsed: parts, tokens, positions. The command loads the tokenizer only.
+
+    Args:
+        prompt: see `PromptText`.
+        prefix: see `PrefixPart`.
+        document: see `Documents`.
+        question: see `QuestionPart`.
+        model: see `Model`.
+        plot: file for a picture of mask and positions (.png, .svg, .pdf).
+        compare: two prompts: texts, files, or files with JSON bodies. Shows where they part and what B reuses.
+        **engine: other fields of `EngineConfig`.
+    """
     from chunkattn.cli.compare import DEFAULT_BLOCK_SIZE, compared, read_side
     from chunkattn.models.loader import load_model_tokenizer
 
@@ -175,7 +211,7 @@ def inspect(
     if compare is not None:
         if prompt is not None or prefix is not None or document or question is not None or plot is not None:
             raise RequestError("--compare takes both prompts itself; leave the other prompt and --plot out")
-        first, second = (read_side(given, parser, loaded) for given in compare)
+        first, second = (read_side(text, parser, loaded) for text in compare)
         for line in compared(first, second, loaded, config.block_size or DEFAULT_BLOCK_SIZE):
             print(line)
         return

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from chunkattn.cli.common import app, command
 from chunkattn.cli.options import check_keys, with_options
@@ -26,13 +24,14 @@ _SERVER = (
     (ServerConfig, "Server", _SERVER),
     from_environment=True,
 )
-def route(
-    urls: Annotated[list[str], typer.Argument(help="URLs of the replicas: servers of chunkattn, or of vLLM with its plugin.")],
-    **options: Any,
-) -> None:
+def route(urls: list[str], **options: Any) -> None:
     """Route requests to the server that has their documents in its cache.
 
     The gateway has the HTTP interface of the servers behind it.
+
+    Args:
+        urls: URLs of the replicas: servers of chunkattn, or of vLLM with its plugin.
+        **options: fields of `GatewayOptions` and `ServerConfig`.
     """
     from chunkattn.gateway.run import route as run
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,25 +17,22 @@ from chunkattn.options import options_of
 from chunkattn.web.options import ServerConfig
 
 _PANELS = {
-    "Model": "tokenizer revision skip_tokenizer_init generation_config dtype attention_backend seed max_logprobs",
-    "Devices": "tensor_parallel_size num_hosts host_index coordinator group_secret_file",
-    "Prompts and scoring": (
-        "enable_chunk_aware chunk_separator document_template chat_template rerank_template special_tokens_in_documents "
-        "special_tokens_in_prompts "
-        "position_strategy chunk_position_gap chunk_temperature chunk_scale chunk_calibration multi_item_scoring_delimiter "
-        "score_algorithm max_model_len max_chunk_len max_chunks_per_prompt max_items_per_request max_tokens_per_call "
-        "max_multi_item_seq_len"
-    ),
-    "Steps and warm-up": (
-        "max_num_seqs max_num_batched_tokens long_prefill_token_threshold max_decode_gap_s max_queued_requests "
-        "engine_hang_timeout_s warmup warmup_tokens batch_invariant"
-    ),
-    "KV cache": (
-        "block_size kv_cache_dtype kv_cache_memory_bytes gpu_memory_utilization enable_prefix_caching kv_store "
-        "kv_store_max_bytes"
-    ),
+    "tokenizer": "Model",
+    "tensor_parallel_size": "Devices",
+    "enable_chunk_aware": "Prompts and scoring",
+    "max_num_seqs": "Steps and warm-up",
+    "kv_cache_dtype": "KV cache",
 }
-_NAMED = {"model", *" ".join(_PANELS.values()).split()}
+"""Titles of the help panels of `EngineConfig`, by the first option of each."""
+
+
+def _engine_options() -> Iterator[tuple[type, str, str]]:
+    """Yield the options of the engine for `with_options`, each with its panel."""
+    title = ""
+    for name in options_of(EngineConfig):
+        title = _PANELS.get(name, title)
+        if title:
+            yield EngineConfig, title, name
 
 
 def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
@@ -42,12 +40,12 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
     if file is None:
         return None
     try:
-        given = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise typer.BadParameter(f"cannot be read: {error}") from None
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise typer.BadParameter("must hold a mapping of options")
-    named = {str(name).replace("-", "_"): value for name, value in given.items()}
+    named = {str(name).replace("-", "_"): value for name, value in content.items()}
     options: list[Any] = [p for p in ctx.command.params if p.name not in ("config", "help")]
     known = {p.name for p in options}
     if unknown := sorted(set(named) - known):
@@ -67,36 +65,26 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
 @command(app)
 @with_options(
     (ServerConfig, "Server", " ".join(options_of(ServerConfig))),
-    *((EngineConfig, panel, names) for panel, names in _PANELS.items()),
-    (EngineConfig, None, " ".join(name for name in options_of(EngineConfig) if name not in _NAMED)),
+    *_engine_options(),
     from_environment=True,
 )
 def serve(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            help="Local folder, GGUF file or hub id; the bundled demo model when left out.", envvar="CHUNKATTN_MODEL"
-        ),
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file of options.", callback=_read_config, is_eager=True, envvar="CHUNKATTN_CONFIG")
-    ] = None,
-    replicas: Annotated[
-        int,
-        typer.Option(
-            min=1,
-            help="Number of engines behind one address, which share the work by the documents they hold. More than 1 needs "
-            "Ray: pip install 'chunkattn[ray]'.",
-            envvar="CHUNKATTN_REPLICAS",
-            show_envvar=False,
-        ),
-    ] = 1,
+    model: Annotated[str | None, typer.Argument(envvar="CHUNKATTN_MODEL")] = None,
+    config: Annotated[Path | None, typer.Option(callback=_read_config, is_eager=True, envvar="CHUNKATTN_CONFIG")] = None,
+    replicas: Annotated[int, typer.Option(min=1, envvar="CHUNKATTN_REPLICAS", show_envvar=False)] = 1,
     **options: Any,
 ) -> None:
     """Serve a model over HTTP, compatible with OpenAI's clients.
 
     Every option can also be set by an environment variable, CHUNKATTN_ and its name in capitals, or in the YAML file of
     --config. The command line overrides the environment, and the environment overrides the file.
+
+    Args:
+        model: local folder, GGUF file or hub id; the bundled demo model when left out.
+        config: YAML file of options.
+        replicas: number of engines behind one address, which share the work by the documents they hold. More than 1 needs Ray:
+            pip install 'chunkattn[ray]'.
+        **options: other fields of `EngineConfig` and `ServerConfig`.
     """
     check_keys(options, "api_key", "api_key_file", "metrics_key", "group_secret_file")
     server = {name: options.pop(name) for name in options_of(ServerConfig)}

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 
 from chunkattn.backends import AttentionSpec, make_backend
 from chunkattn.backends.base import FP8
-from chunkattn.cache.disk.store import MIN_BYTES, KVStore
+from chunkattn.cache.disk.store import KVStore
 from chunkattn.config import EngineConfig
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
-from chunkattn.engine.host_calls import ALONE, Hosts
+from chunkattn.engine.host_calls import Tell, alone
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.self_check import checked
@@ -45,7 +45,7 @@ _JAX_SHORTEST_COMPILE_S = 1.0
 """JAX's default for the compile time in seconds below which a program is not written to the cache."""
 
 
-def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) -> EngineCore:
+def build_core(config: EngineConfig, files: ModelFiles, tell: Tell = alone) -> EngineCore:
     """Load the weights and return the engine.
 
     The hosts of a model call this function together, after JAX has started on all of them.
@@ -53,7 +53,7 @@ def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) ->
     Args:
         config: options of the engine.
         files: checkpoint of `config`.
-        hosts: see `Runner`.
+        tell: see `Runner`.
 
     Raises:
         ConfigError: an option contradicts the checkpoint or the machine.
@@ -79,7 +79,7 @@ def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) ->
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
     per_page = page_bytes(backend, files.spec.num_layers)
     num_pages = shards.least(min(_num_pages(config, per_page, spec.block_size, shards), backend.max_pages))
-    runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, hosts)
+    runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, tell)
     if not shards.agree(runner.invariance.holds):
         raise ConfigError("the processors of the hosts add up in different orders; set batch_invariant=False on all of them")
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
@@ -88,8 +88,6 @@ def build_core(config: EngineConfig, files: ModelFiles, hosts: Hosts = ALONE) ->
 def _open_store(config: EngineConfig) -> KVStore | None:
     if config.kv_store is None:
         return None
-    if config.kv_store_max_bytes < MIN_BYTES:
-        raise ConfigError(f"kv_store_max_bytes must be at least {MIN_BYTES}, got {config.kv_store_max_bytes}")
     return KVStore(Path(config.kv_store).expanduser(), max_bytes=config.kv_store_max_bytes)
 
 
@@ -165,9 +163,9 @@ def _default_kv_bytes(per_page: int, block_size: int, shards: Shards) -> int:
     An accelerator gives what steps do not need, less the bytes in use; of several, the one with the least to give decides. A
     CPU gives 1 GiB, but no more than 256K tokens need.
     """
-    found = [device.memory_stats() or {} for device in shards.devices if device.process_index == jax.process_index()]
-    if jax.default_backend() != "cpu" and all("bytes_limit" in stats for stats in found):
-        return min(bytes_beside_steps(stats["bytes_limit"]) - stats.get("bytes_in_use", 0) for stats in found)
+    memories = [device.memory_stats() or {} for device in shards.devices if device.process_index == jax.process_index()]
+    if jax.default_backend() != "cpu" and all("bytes_limit" in stats for stats in memories):
+        return min(bytes_beside_steps(stats["bytes_limit"]) - stats.get("bytes_in_use", 0) for stats in memories)
     return max(min(_DEFAULT_KV_BYTES, _DEFAULT_KV_TOKENS // block_size * per_page), per_page)
 
 
@@ -185,8 +183,8 @@ def take_gpu_memory(config: EngineConfig) -> None:
 
     A process inherits the variables of its parent, so a share that another engine has set does not count as the user's.
     """
-    own = os.environ.pop(_OWN_FRACTION, None)
-    if own is not None and os.environ.get(_FRACTION) == own:
+    share = os.environ.pop(_OWN_FRACTION, None)
+    if share is not None and os.environ.get(_FRACTION) == share:
         del os.environ[_FRACTION]
     if not any(os.environ.get(name) for name in (_FRACTION, _DEPRECATED_FRACTION)):  # JAX takes an empty value for none
         os.environ[_FRACTION] = os.environ[_OWN_FRACTION] = str(config.gpu_memory_utilization)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import jax.monitoring
 
@@ -18,28 +17,37 @@ _GAP_S = 0.001
 """Seconds between two intervals up to which they count as one: the tracing and the compilation of one program."""
 
 
-class CompileClock:
-    """Clock of the compilations of each thread. Times are in seconds on the clock of `time.perf_counter`.
+def on_compilations(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Call functions at the beginning and the end of every tracing, lowering and compilation, in its thread.
 
-    JAX announces the beginning (a scalar) and the end (a duration) of every tracing, lowering and compilation, in its thread.
+    JAX announces a beginning as a scalar and an end as a duration. It has no way to take a listener back.
+
+    Args:
+        begin: called at a beginning.
+        end: called at an end. An exception that ends a compilation is not announced.
     """
+
+    def listener(act: Callable[[], None]) -> Callable[..., None]:
+        return lambda event, *_, **__: act() if event.startswith(COMPILE_EVENTS) else None
+
+    jax.monitoring.register_scalar_listener(listener(begin))
+    jax.monitoring.register_event_duration_secs_listener(listener(end))
+
+
+class CompileClock:
+    """Clock of the compilations of each thread. Times are in seconds on the clock of `time.perf_counter`."""
 
     def __init__(self) -> None:
         self._local = threading.local()
 
-    def listen(self) -> None:
-        """Register the clock with JAX, which has no way to take a listener back."""
-        jax.monitoring.register_scalar_listener(self._begun)
-        jax.monitoring.register_event_duration_secs_listener(self._ended)
-
     @contextmanager
     def compiling(self) -> Iterator[None]:
         """Count a block of the present thread as compilation."""
-        self._enter()
+        self.enter()
         try:
             yield
         finally:
-            self._leave()
+            self.leave()
 
     def settle(self) -> None:
         """Drop a compilation that has begun in the present thread: an exception has ended it, of which JAX announces no end."""
@@ -63,13 +71,15 @@ class CompileClock:
             spent += ended - max(began, since)
         return spent
 
-    def _enter(self) -> None:
+    def enter(self) -> None:
+        """Begin a compilation, perhaps within another."""
         local = self._local
         if not getattr(local, "depth", 0):
             local.began, local.depth = time.perf_counter(), 0
         local.depth += 1
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """End the latest compilation."""
         local = self._local
         if not getattr(local, "depth", 0):
             return
@@ -84,15 +94,7 @@ class CompileClock:
         local.intervals.append((began, time.perf_counter()))
         local.count += 1
 
-    def _begun(self, event: str, value: float | int, **_: Any) -> None:
-        if event.startswith(COMPILE_EVENTS):
-            self._enter()
-
-    def _ended(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith(COMPILE_EVENTS):
-            self._leave()
-
 
 COMPILING = CompileClock()
 """Clock of this process."""
-COMPILING.listen()
+on_compilations(COMPILING.enter, COMPILING.leave)

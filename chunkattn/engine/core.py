@@ -10,12 +10,11 @@ from functools import partial
 import jax
 import numpy as np
 
-from chunkattn.cache.trie import BlockTrie
 from chunkattn.config import EngineConfig
 from chunkattn.engine.ahead import Ahead
 from chunkattn.engine.compile_clock import COMPILING
 from chunkattn.engine.disk_tier import DiskTier
-from chunkattn.engine.host_calls import ALONE
+from chunkattn.engine.host_calls import alone
 from chunkattn.engine.isolation import Isolation, not_finite, stuck
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import (
@@ -28,7 +27,7 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import Readouts, accept_token, cached_tokens, prompt_tokens, read_step, request_stats
+from chunkattn.engine.readout import accept_token, cached_tokens, collect, read_step, request_stats
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Scheduler
@@ -78,27 +77,19 @@ class EngineCore:
             items_on_pages=runner.invariance.own_pages and runner.spec.sliding_window is None,
             config=config,
         )
-        self.scheduler = Scheduler(
-            BlockTrie(runner.pool.num_pages),
-            block_size=runner.backend.spec.block_size,
-            sizes=self.limits.steps,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            long_prefill_token_threshold=config.long_prefill_token_threshold,
-        )
+        self.scheduler = Scheduler(self.limits)
         self.isolation = Isolation(self.scheduler)
         self.builder = StepBuilder(
             runner.backends,
             token_buckets=self.limits.steps.buckets,
             max_spans=self.scheduler.max_spans,
             max_table_pages=self.limits.max_table_pages,
-            block_size=runner.backend.spec.block_size,
+            block_size=self.limits.block_size,
             weighs=config.calibration.weighs,
         )
         self.warm_ups = WarmUp(runner, self.builder, self.meter, with_store=disk is not None, longest=config.warmup_tokens)
         self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
-        self._readouts = Readouts()
         self._ahead = Ahead(self.scheduler, self.builder)
         self._planning_error: Exception | None = None
         self._pins: dict[str, Request] = {}
@@ -131,10 +122,9 @@ class EngineCore:
         if not checked:
             self.limits.check(message)
         self._arrivals += 1
-        request = Request.of(message, self.limits, arrival=self._arrivals)
+        request = Request(message, self.limits, arrival=self._arrivals)
         request.added_at = time.perf_counter() if arrived_at is None else arrived_at
         self.requests[request.request_id] = request
-        self._readouts.expect(request)
         if self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
             self.scheduler.add(request)
 
@@ -168,7 +158,6 @@ class EngineCore:
         if self.disk is not None:
             self.disk.drop(request)
         self.requests.pop(request.request_id, None)
-        self._readouts.forget(request.request_id)
         self.metrics.count_end(request, outcome)
 
     # The cache
@@ -198,7 +187,7 @@ class EngineCore:
         """
         if not checked:
             self.limits.check(message)
-        request = Request.of(message, self.limits, arrival=0)
+        request = Request(message, self.limits, arrival=0)
         self.scheduler.placement.mark_cached(request, forget=forget)
         if forget and self.disk is not None:
             self.disk.forget(request)
@@ -216,7 +205,7 @@ class EngineCore:
         """Unpin and evict everything cached. Return whether every page is free: False while requests run."""
         self.unpin(self.pins)
         self.scheduler.trie.evict_all()
-        return self.scheduler.trie.pool.num_free == self.limits.num_pages
+        return self.scheduler.trie.num_free == self.limits.num_pages
 
     # Steps
 
@@ -323,7 +312,7 @@ class EngineCore:
         if (error := self._planning_error) is not None:
             raise error
         taken = self._commit(step, result.finite)
-        self._outputs += self._readouts.take(step, result, taken, self.meter)
+        self._outputs += collect(step, result, taken, self.meter)
         drawn = [(row, *token) for row, token in zip(step.samples, result.tokens, strict=True) if taken[row[0]]]
         self._fork([row for row, _, _ in drawn])
         self._finish_scored(step, taken)
@@ -374,7 +363,7 @@ class EngineCore:
 
     def _ends_hosts(self, error: Exception) -> bool:
         """Return whether an error leaves the hosts of the model apart: the devices failed, perhaps on one host alone."""
-        return self.runner.hosts is not ALONE and isinstance(error, jax.errors.JaxRuntimeError)
+        return self.runner.tell is not alone and isinstance(error, jax.errors.JaxRuntimeError)
 
     def _blame(self, error: Exception, spans: list[Span]) -> None:
         """Recover from an exception, and fail every request that failed alone.
@@ -436,7 +425,7 @@ class EngineCore:
                 self.scheduler.pin(request)
                 continue
             cached = cached_tokens(request)
-            self.metrics.count_cached(cached, prompt_tokens(request))
+            self.metrics.count_cached(cached, request.layout)
             self._outputs.append(PrecomputeResult(request.request_id, cached, request_stats(request)))
             self._persisted |= request.precompute is not None and request.precompute.persist
             if request.precompute and request.precompute.pin:
@@ -461,7 +450,6 @@ class EngineCore:
             self._drop_pin(request)
             if self.requests.pop(request.request_id, None):
                 self.metrics.count_end(request, "failed")
-            self._readouts.forget(request.request_id)
         reading = self.disk.reading if self.disk is not None else frozenset()
         self.scheduler.restart([*(r for r in self.requests.values() if r not in reading), *self._pins.values()])
         self.isolation.restart(failed)

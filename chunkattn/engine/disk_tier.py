@@ -9,7 +9,7 @@ from typing import cast
 
 import numpy as np
 
-from chunkattn.cache.disk.reader import Found, StoreReader, Wanted
+from chunkattn.cache.disk.reader import Entries, Lookup, StoreReader
 from chunkattn.cache.disk.store import KVStore, entry_key
 from chunkattn.cache.disk.writer import StoreWriter
 from chunkattn.engine.request import Part, Request
@@ -34,7 +34,7 @@ class DiskTier:
         self.writer = StoreWriter(store, max_pending=1 << 14, max_pending_bytes=PENDING_BYTES)
         self.reader = StoreReader(store, max_bytes=READ_BYTES)
         self.fingerprint = runner.fingerprint()
-        self._found: dict[Request, Found] = {}  # parts read for requests that are not placed yet
+        self._entries: dict[Request, Entries] = {}  # parts read for requests that are not placed yet
         self._forgotten: dict[Request, set[bytes]] = {}  # parts forgotten while a request that reads them is not placed yet
         self._counts = Counter({"hit": 0, "miss": 0})
         self._stored: OrderedDict[bytes, None] = OrderedDict()  # keys assumed to be on disk, the most recent last
@@ -62,18 +62,18 @@ class DiskTier:
         """
         if not any(self._keeps(request, kind) for kind, _, _ in request.segments):
             return False
-        wanted = []
+        lookups = []
         for part, (kind, start, end) in zip(look_up(request), request.segments, strict=True):
             pages = -(-(end - start) // request.plan.block_size)
             key = self._key(request, kind, start, end) if self._keeps(request, kind) else None
             # An entry whose deletion is pending may still be there.
             if key is not None and not (len(part.blocks) == pages and part.complete) and not self.writer.deletes(key):
-                wanted.append(Wanted(key, self._like(pages), kind == PREFIX_ID))
-        wanted = [*{w.key: w for w in wanted}.values()]
-        if wanted:
+                lookups.append(Lookup(key, self._like(pages), kind == PREFIX_ID))
+        lookups = [*{w.key: w for w in lookups}.values()]
+        if lookups:
             self._forgotten[request] = set()
-            self.reader.submit(request, wanted)
-        return bool(wanted)
+            self.reader.submit(request, lookups)
+        return bool(lookups)
 
     @property
     def reading(self) -> frozenset[Request]:
@@ -86,16 +86,16 @@ class DiskTier:
         Args:
             timeout: seconds to wait at most for the first request.
         """
-        arrived = cast("list[tuple[Request, Found]]", self.reader.take(timeout) if self.reading else [])
-        self._found |= arrived
+        arrived = cast("list[tuple[Request, Entries]]", self.reader.take(timeout) if self.reading else [])
+        self._entries |= arrived
         return [request for request, _ in arrived]
 
     def drop(self, request: Request) -> None:
         """Cancel reading for a request, and free the parts read for it."""
         self.reader.cancel(request)
         self._forgotten.pop(request, None)
-        if (found := self._found.pop(request, None)) is not None:
-            self.reader.release(found)
+        if (entries := self._entries.pop(request, None)) is not None:
+            self.reader.release(entries)
 
     def load(self, request: Request) -> None:
         """Fill the missing parts of a placed request with the parts read from disk. A part needs a complete prefix above it.
@@ -103,15 +103,15 @@ class DiskTier:
         A part found in memory counts as used on disk as well, and is written if the disk lacks it: a plain prompt may have
         computed its blocks, or the writer may have been late.
         """
-        found, forgotten = self._found.get(request, {}), self._forgotten.get(request, ())
+        entries, forgotten = self._entries.get(request, {}), self._forgotten.get(request, ())
         for part, kind, start, end in self._parts(request):
             if not all(p is None or p.page < 0 or p.complete for p in part.parents):
                 break
             key = self._key(request, kind, start, end)
             if part.complete:
                 self._keep(key, part, kind, end - start)
-            elif key in found and not any(b.planned for b in part.blocks[part.cursor :]):  # another request computes it
-                self._fill(key, part, None if key in forgotten else found[key])
+            elif key in entries and not any(b.planned for b in part.blocks[part.cursor :]):  # another request computes it
+                self._fill(key, part, None if key in forgotten else entries[key])
         self.drop(request)
 
     def forget(self, request: Request) -> None:
@@ -153,8 +153,8 @@ class DiskTier:
             if start >= sample.request.layout.question_start:
                 continue
             for part, kind, first, last in self._parts(sample.request):
-                wanted = first < end and start < last and part.complete
-                if wanted and all(block.keep for block in part.blocks):  # no caller has forgotten the part meanwhile
+                is_completed = first < end and start < last and part.complete
+                if is_completed and all(block.keep for block in part.blocks):  # no caller has forgotten the part meanwhile
                     self._keep(self._key(sample.request, kind, first, last), part, kind, last - first)
 
     def _keep(self, key: bytes, part: Part, kind: int, tokens: int) -> None:
@@ -187,8 +187,7 @@ class DiskTier:
 
     def _keeps(self, request: Request, kind: int) -> bool:
         """Return whether the store keeps parts of this kind for a request."""
-        is_pack = request.score is not None and not request.score.state_len
-        passing = is_pack or (request.precompute and not request.precompute.persist)
+        passing = (request.score and request.score.is_pack) or (request.precompute and not request.precompute.persist)
         return request.shares and not passing and kind != QUESTION_ID
 
     def _key(self, request: Request, kind: int, start: int, end: int) -> bytes:

@@ -66,8 +66,8 @@ class Follower:
         match call:
             case Forward():
                 self._hidden, _ = runner.forward(self._arrays(call))
-            case ReadSample(rows, given, edits, with_logprobs):
-                parameters = None if given is None else SampleInput(*given)
+            case ReadSample(rows, fields, edits, with_logprobs):
+                parameters = None if fields is None else SampleInput(*fields)
                 changes = None if edits is None else Edits(*edits)
                 runner.sample(self._hidden, rows, parameters, changes, with_logprobs)
             case ReadLabels(rows, labels, raw):

@@ -6,8 +6,8 @@ same order. `Runner` and `KVPool` tell each call before they make it, and a `Fol
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -33,13 +33,13 @@ class ReadSample:
 
     Attributes:
         rows: see `Runner.sample`.
-        given: fields of `SampleInput`, or None.
+        parameters: fields of `SampleInput`, or None.
         edits: fields of `Edits`, or None.
         with_logprobs: see `Runner.sample`.
     """
 
     rows: tuple[int, ...]
-    given: Arrays | None
+    parameters: Arrays | None
     edits: Arrays | None
     with_logprobs: bool
 
@@ -107,19 +107,9 @@ class ResetPool:
 HostCall = Forward | ReadSample | ReadLabels | ReadClasses | ReadTokens | WarmPicks | WarmReadout | CopyPages | ResetPool
 
 
-class Hosts(Protocol):
-    """The other hosts of a model."""
-
-    def tell(self, call: HostCall) -> None:
-        """Make the other hosts run a call, without waiting for them."""
+Tell = Callable[[HostCall], None]
+"""Function that makes the other hosts of a model run a call, without waiting for them."""
 
 
-class _Alone:
-    """No other hosts."""
-
-    def tell(self, call: HostCall) -> None:
-        """Do nothing."""
-
-
-ALONE: Hosts = _Alone()
-"""Hosts of a model that one host holds, and of a host that follows."""
+def alone(call: HostCall) -> None:
+    """Tell nobody: one host holds the model, or this host follows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +40,11 @@ class Invariance:
     own_pages: bool = False
 
     @classmethod
-    def of(cls, wanted: bool | None, backend: AttentionBackend, model: DecoderSpec, dtype: jnp.dtype) -> Invariance:
+    def of(cls, option: bool | None, backend: AttentionBackend, model: DecoderSpec, dtype: jnp.dtype) -> Invariance:
         """Resolve the option `batch_invariant` for a backend, a model and this machine.
 
         Args:
-            wanted: the option; None keeps bits where that needs no padding.
+            option: the option; None keeps bits where that needs no padding.
             backend: attention backend of the engine.
             model: shape of the decoder.
             dtype: dtype of the model's weights.
@@ -51,7 +52,7 @@ class Invariance:
         Raises:
             ConfigError: the option is True, and the backend cannot keep bits.
         """
-        if wanted is False or (wanted is None and not backend.keeps_bits):
+        if option is False or (option is None and not backend.keeps_bits):
             return cls(False, False)
         if not backend.keeps_bits:
             if backend.can_keep_bits:
@@ -62,12 +63,12 @@ class Invariance:
                 "on a CPU, or leave the option out"
             )
         agree = rows_agree(dtype, max(model.hidden_size, model.intermediate_size), model.vocab_size)
-        if wanted is None and not agree:
+        if option is None and not agree:
             logger.warning(
                 "the bits of results depend on what else is computed, because XLA's sums follow the number of rows on this "
                 "machine; batch_invariant=True pads all steps to one size"
             )
-        return cls(agree or wanted is True, one_size=not agree and wanted is True)
+        return cls(agree or option is True, one_size=not agree and option is True)
 
 
 @cache
@@ -85,17 +86,17 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
     x = rng.random((_ROWS[-1], depth), np.float32) - 0.5
     weight = jnp.asarray(rng.random((_OUTPUTS, depth), np.float32) - 0.5, dtype)
     logits = rng.random((_BLOCK_ROWS[-1], vocab_size), np.float32)
-    compute = jax.jit(lambda x, weight: (multiply(x, weight), sums(x)))
-    normalise = jax.jit(lambda logits: normalised(logits[:, :1], logits))
-    found = (compute(x, weight), [(rows, compute(x[:rows], weight)) for rows in _ROWS[:-1]])
-    read = (normalise(logits), [(rows, normalise(logits[:rows])) for rows in _BLOCK_ROWS[:-1]])
-    probes = [found, read]
+    probes: list[tuple[Any, tuple[Any, ...], tuple[int, ...]]] = [
+        (jax.jit(lambda x, weight: (multiply(x, weight), sums(x))), (x, weight), _ROWS),
+        (jax.jit(lambda logits: normalised(logits[:, :1], logits)), (logits,), _BLOCK_ROWS),
+    ]
     if label_readout.serves(weight):
-        label = jax.jit(lambda x, weight: label_readout.read_labels(x, weight, jnp.zeros((len(x), 1), jnp.int32)))
-        probes += [(label(x, weight), [(rows, label(x[:rows], weight)) for rows in _ROWS[:-1]])]
-    return all(
-        np.array_equal(of, by[:rows])
-        for whole, parts in probes
-        for rows, some in parts
-        for of, by in zip(some, whole, strict=True)
-    )
+        read = jax.jit(lambda x, weight: label_readout.read_labels(x, weight, jnp.zeros((len(x), 1), jnp.int32)))
+        probes.append((read, (x, weight), _ROWS))
+    for compute, (inputs, *others), sizes in probes:
+        whole = compute(inputs, *others)
+        for size in sizes[:-1]:
+            some = compute(inputs[:size], *others)
+            if not all(np.array_equal(of, by[:size]) for of, by in zip(some, whole, strict=True)):
+                return False
+    return True

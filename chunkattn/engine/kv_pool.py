@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,10 +17,11 @@ import xxhash
 from jax.sharding import PartitionSpec
 
 from chunkattn.backends.base import AttentionBackend, KVCache
-from chunkattn.engine.host_calls import ALONE, CopyPages, Hosts, ResetPool
+from chunkattn.engine.host_calls import CopyPages, ResetPool, Tell
+from chunkattn.engine.programs import ProgramCounts
 from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.errors import BackendError
-from chunkattn.models.shards import KV_HEADS, ONE_DEVICE, WHOLE, Shards, divided
+from chunkattn.models.shards import KV_HEADS, WHOLE, Shards, divided
 
 _PAGES_MOVED = 64
 """Limit on the pages that one program moves."""
@@ -40,7 +40,7 @@ class KVPool:
         num_pages: number of pages. With 0, nothing is allocated, and programs can only be lowered.
         compiles: counter of traced programs by name, to which this pool adds its programs.
         shards: devices that share the pool. Each holds the same pages, of its own KV heads.
-        hosts: see `Runner`.
+        tell: see `Runner`.
 
     Attributes:
         caches: cache of each layer. A step takes the arrays as a donation and gives new ones back.
@@ -55,30 +55,29 @@ class KVPool:
         backend: AttentionBackend,
         num_layers: int,
         num_pages: int,
-        compiles: Counter[str],
-        shards: Shards = ONE_DEVICE,
-        hosts: Hosts = ALONE,
+        compiles: ProgramCounts,
+        shards: Shards,
+        tell: Tell,
     ) -> None:
-        self.num_pages, self._hosts = num_pages, hosts
-        self._backend, self._num_layers, self._compiles = backend, num_layers, compiles
+        self.num_pages, self._tell = num_pages, tell
+        self._num_layers = num_layers
         self._sizes = buckets(8, _PAGES_MOVED, 2)
         self.partitions = [_partition(backend, shards)] * num_layers
         self._allocate: Callable[[], KVCache] = partial(backend.allocate, num_pages)
         if shards.mesh is not None:  # compiled, so that no device holds more than its part
             self._allocate = jax.jit(shards.map(self._allocate, outputs=self.partitions[0]))
+        pool = self.partitions
         # The pool is donated, so that writing a page does not copy the pool.
-        copy = shards.map(self._trace_copy, [self.partitions], self.partitions)
-        store = shards.map(self._trace_store, [self.partitions, WHOLE, self.partitions], self.partitions)
-        self._copy = jax.jit(copy, donate_argnums=0)
-        self._fetch = jax.jit(shards.map(self._trace_fetch, [self.partitions], self.partitions))
-        self._store = jax.jit(store, donate_argnums=0)
+        self._copy = compiles.jit("copy", _copy, shards, [pool], pool, donate_argnums=0)
+        self._fetch = compiles.jit("pages", _fetch, shards, [pool], pool)
+        self._store = compiles.jit("pages", _store, shards, [pool, WHOLE, pool], pool, donate_argnums=0)
         self.caches: list[KVCache] = []
         if num_pages:
             self._make()
 
     def reset(self) -> None:
         """Allocate new, empty pages."""
-        self._hosts.tell(ResetPool())
+        self._tell(ResetPool())
         self._make()
 
     def _make(self) -> None:
@@ -97,7 +96,7 @@ class KVPool:
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages in every layer; `pairs` holds the pages `(from, to)`."""
-        self._hosts.tell(CopyPages(tuple(pairs)))
+        self._tell(CopyPages(tuple(pairs)))
         for first in range(0, len(pairs), _PAGES_MOVED):
             block = np.asarray(pairs[first : first + _PAGES_MOVED], np.int32)
             padding = np.full((bucket_for(len(block), _COPY_SIZES) - len(block), 2), (0, self.num_pages), np.int32)
@@ -153,19 +152,20 @@ class KVPool:
         """Read a page `size` times, and write the values nowhere."""
         self.write_pages([self.num_pages] * size, self.read_pages([0] * size)())
 
-    # Traced functions. They run only while JAX traces them, so the counter counts compilations.
 
-    def _trace_copy(self, caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
-        self._compiles["copy"] += 1
-        return jax.tree.map(lambda pool: pool.at[target].set(pool[source], mode="drop"), caches)
+# Traced functions
 
-    def _trace_fetch(self, caches: list[KVCache], pages: jax.Array) -> list[KVCache]:
-        self._compiles["pages"] += 1
-        return jax.tree.map(lambda pool: pool[pages], caches)
 
-    def _trace_store(self, caches: list[KVCache], pages: jax.Array, values: list[KVCache]) -> list[KVCache]:
-        self._compiles["pages"] += 1
-        return jax.tree.map(lambda pool, new: pool.at[pages].set(new, mode="drop"), caches, values)
+def _copy(caches: list[KVCache], source: jax.Array, target: jax.Array) -> list[KVCache]:
+    return jax.tree.map(lambda pool: pool.at[target].set(pool[source], mode="drop"), caches)
+
+
+def _fetch(caches: list[KVCache], pages: jax.Array) -> list[KVCache]:
+    return jax.tree.map(lambda pool: pool[pages], caches)
+
+
+def _store(caches: list[KVCache], pages: jax.Array, values: list[KVCache]) -> list[KVCache]:
+    return jax.tree.map(lambda pool, new: pool.at[pages].set(new, mode="drop"), caches, values)
 
 
 def _partition(backend: AttentionBackend, shards: Shards) -> Any:
@@ -178,9 +178,9 @@ def _partition(backend: AttentionBackend, shards: Shards) -> Any:
     Raises:
         BackendError: an array does not have one such axis.
     """
-    own = jax.eval_shape(lambda: backend.allocate(1))
+    cache = jax.eval_shape(lambda: backend.allocate(1))
     if shards.kv_size == 1:
-        return jax.tree.map(lambda _: WHOLE, own)
+        return jax.tree.map(lambda _: WHOLE, cache)
     spec, times = backend.spec, shards.kv_size
     whole = type(backend)(replace(spec, num_heads=spec.num_heads * times, num_kv_heads=spec.num_kv_heads * times))
 
@@ -193,7 +193,7 @@ def _partition(backend: AttentionBackend, shards: Shards) -> Any:
             )
         return divided(*axes)
 
-    return jax.tree.map(of, own, jax.eval_shape(lambda: whole.allocate(1)))
+    return jax.tree.map(of, cache, jax.eval_shape(lambda: whole.allocate(1)))
 
 
 def page_bytes(backend: AttentionBackend, num_layers: int) -> int:

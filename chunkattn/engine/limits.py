@@ -227,13 +227,12 @@ class EngineLimits:
         Parts begin on new pages, so that their pages can be shared. A plain prompt shares its beginning only and needs no
         alignment. Scored items share only the prefix, if `share_prefix`; they begin on pages where `items_on_pages` is set.
         """
-        scores = isinstance(message, ScoreRequest)
-        if isinstance(message, ScoreRequest) and message.state_len:
-            return {"aligned": True, "packed_chunks": False, "state_len": message.state_len}
-        if scores and self.items_on_pages:
-            return {"aligned": True, "packed_chunks": False}
-        shares = message.layout.num_chunks > 0 and (not isinstance(message, ScoreRequest) or message.share_prefix)
-        return {"aligned": shares, "packed_chunks": scores}
+        on_pages, shares = message.is_pack and self.items_on_pages, message.layout.num_chunks > 0 and message.shares
+        return {
+            "aligned": on_pages or shares or message.state_len > 0,
+            "packed_chunks": message.is_pack and not on_pages,
+            "state_len": message.state_len,
+        }
 
     def pages(self, message: Message, end: int) -> tuple[int, int, int]:
         """Return what a request may take when the cache is empty.
@@ -249,8 +248,7 @@ class EngineLimits:
         layout, size = message.layout, self.block_size
         full, repeated, samples, longest = end // size, 0, 1, 0  # all samples share the full pages of the prompt
         # Log-probabilities need every prompt token computed, including the tokens of a repeated chunk.
-        is_pack = isinstance(message, ScoreRequest) and not message.state_len
-        if not is_pack and not (isinstance(message, GenerateRequest) and message.distinct):
+        if not message.is_pack and not message.distinct:
             repeated = sum(-(-layout.chunk_lens[number] // size) for number in layout.repeats)
         if isinstance(message, GenerateRequest):
             samples = message.sampling.n
@@ -317,9 +315,9 @@ class EngineLimits:
             raise RequestError("this engine was built without chunk_temperature and chunk_scale", param="weighing")
         room = self.max_model_len - layout.next_position
         if room < (0 if message.prompt_only else params.max_tokens or 1):
-            wanted = f"max_tokens {params.max_tokens}" if params.max_tokens else "one more token"
+            tokens = f"max_tokens {params.max_tokens}" if params.max_tokens else "one more token"
             raise CapacityError(
-                f"the prompt reaches position {layout.next_position - 1}; {wanted} would exceed max_model_len "
+                f"the prompt reaches position {layout.next_position - 1}; {tokens} would exceed max_model_len "
                 f"{self.max_model_len}; shorten the prompt or lower max_tokens",
                 param="max_tokens" if room > 0 else names.whole(layout),
             )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
 from chunkattn.config import SamplingParams
 from chunkattn.errors import CapacityError, EngineError, NonFiniteError
 from chunkattn.layout import ChunkLayout
+from chunkattn.request_record import RequestStats
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,9 @@ class GenerateRequest:
     logprobs_from: int | None = None
     prompt_only: bool = False
     most_tokens: int | None = None
+    shares: ClassVar[bool] = True
+    state_len: ClassVar[int] = 0
+    is_pack: ClassVar[bool] = False
 
     @property
     def distinct(self) -> bool:
@@ -82,6 +87,17 @@ class ScoreRequest:
     priority: int = 0
     backend: str | None = None
     raw: bool = False
+    distinct: ClassVar[bool] = False
+
+    @property
+    def shares(self) -> bool:
+        """Return whether the prompt reads the cache and stays in it."""
+        return self.share_prefix
+
+    @property
+    def is_pack(self) -> bool:
+        """Return whether the chunks are items, which no other request shares."""
+        return not self.state_len
 
     def labels_of(self, number: int) -> tuple[int, ...]:
         """Return the label token ids that are read at one row.
@@ -112,6 +128,10 @@ class PrecomputeRequest:
     pin: bool = False
     persist: bool = True
     priority: int = 0
+    shares: ClassVar[bool] = True
+    state_len: ClassVar[int] = 0
+    is_pack: ClassVar[bool] = False
+    distinct: ClassVar[bool] = False
 
 
 Message = GenerateRequest | ScoreRequest | PrecomputeRequest
@@ -132,9 +152,8 @@ class StepRates:
     area: float
 
 
-@dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities of the raw distribution at `N` rows.
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of the raw distribution at `N` rows: NumPy arrays, or JAX's while they are computed.
 
     Attributes:
         target: float32 `[N]` log-probabilities of each row's target token.
@@ -167,27 +186,6 @@ class CachedTokens:
     def total(self) -> int:
         """Return the tokens of the whole prompt."""
         return self.prefix + sum(self.chunks) + self.question
-
-
-@dataclass(frozen=True)
-class RequestStats:
-    """Waits and cache hits of a request so far. Times are in seconds since its arrival.
-
-    Attributes:
-        queue_s: time until the request was first admitted to a step.
-        first_token_s: time until its first token; None for requests that generate nothing.
-        compile_s: time in which the engine compiled programs, before or after the admission. The request waited meanwhile.
-        preemptions: number of times that the request lost its pages and started over.
-        cached_tokens: prompt tokens that the request did not compute.
-        cached_chunk_tokens: those of chunks.
-    """
-
-    queue_s: float
-    first_token_s: float | None
-    compile_s: float
-    preemptions: int
-    cached_tokens: int
-    cached_chunk_tokens: int
 
 
 @dataclass(frozen=True)

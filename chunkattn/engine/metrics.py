@@ -12,72 +12,100 @@ from chunkattn.engine.request import Request
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.step import Step
 from chunkattn.engine.warmup import WarmUp
+from chunkattn.layout import ChunkLayout
+from chunkattn.options import as_help, descriptions
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _PREFIX = "chunkattn_"
 
 
 class EngineMetrics:
-    """Counters, gauges and histograms of one engine. Times are in seconds.
+    """Counters, gauges and histograms of one engine in one `registry`. Times are in seconds.
 
-    Attributes:
-        registry: registry of all metrics.
+    Metrics:
+        steps: engine steps run.
+        failed_steps: engine steps that raised an exception.
+        non_finite_requests: requests that failed because a value is NaN or infinite.
+        tokens: tokens computed by steps, by kind: prefill, decode or score.
+        score_rows: rows read for scores, by scoring algorithm.
+        padding_rows: padding rows computed to fill steps up to a bucket.
+        prompt_tokens: prompt tokens of requests, cached or computed, by part.
+        cached_tokens: prompt tokens cached or computed by other requests, by part.
+        evictions: cached blocks evicted to reuse their pages.
+        preemptions: preemptions of running requests for lack of pages.
+        compiles: programs compiled, by kind of program.
+        compiles_after_warmup: programs compiled after the end of the warm-up.
+        warmup_seconds: seconds of the warm-up, compiling or loading, by kind.
+        warm: 1 once the warm-up has compiled every program.
+        requests: requests ended, by outcome: finished, failed or aborted.
+        kv_store_events: parts of prompts handled by the KV store, by event.
+        pages: KV pages of the pool, by state.
+        block_size: token slots of a KV page.
+        requests_now: requests in the engine, by state.
+        step_seconds: seconds per engine step.
+        step_host_seconds: seconds per step for scheduling and metadata while no step runs.
+        queue_seconds: seconds from a request's arrival to its first admission, waits for compilations included.
+        time_to_first_token_seconds: seconds from a request's arrival to its first token, of requests that generate.
+        inter_token_seconds: seconds between consecutive tokens of one sample.
+        request_seconds: seconds from a request's arrival to its end.
     """
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._totals: dict[Counter, float] = {}
-        self.steps = self._counter("steps", "Engine steps run")
-        self.failed_steps = self._counter("failed_steps", "Engine steps that raised an exception")
-        self.non_finite = self._counter("non_finite_requests", "Requests that failed because a value is NaN or infinite")
-        self.tokens = self._counter("tokens", "Tokens computed by steps, by kind: prefill, decode or score", "kind")
-        self.scored = self._counter("score_rows", "Rows read for scores, by scoring algorithm", "algorithm")
-        self.padding = self._counter("padding_rows", "Padding rows computed to fill steps up to a bucket")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests, cached or computed, by part", "part")
-        self.cached_tokens = self._counter(
-            "cached_tokens", "Prompt tokens cached or computed by other requests, by part", "part"
-        )
-        self.evictions = self._counter("evictions", "Cached blocks evicted to reuse their pages")
-        self.preemptions = self._counter("preemptions", "Preemptions of running requests for lack of pages")
-        self.compiles = self._counter("compiles", "Programs compiled, by kind of program", "program")
-        self.late_compiles = self._counter("compiles_after_warmup", "Programs compiled after the end of the warm-up")
-        self.warm_up_time = self._counter("warmup_seconds", "Seconds of the warm-up, compiling or loading, by kind", "kind")
-        self.warm = Gauge(_PREFIX + "warm", "1 once the warm-up has compiled every program", registry=self.registry)
-        self.requests = self._counter("requests", "Requests ended, by outcome: finished, failed or aborted", "outcome")
-        self.store = self._counter("kv_store_events", "Parts of prompts handled by the KV store, by event", "event")
-        self.pages = Gauge(_PREFIX + "pages", "KV pages of the pool, by state", ["state"], registry=self.registry)
-        self.block_size = Gauge(_PREFIX + "block_size", "Token slots of a KV page", registry=self.registry)
-        self.queue = Gauge(_PREFIX + "requests_now", "Requests in the engine, by state", ["state"], registry=self.registry)
-        self.step_time = self._histogram("step_seconds", "Seconds per engine step")
-        self.host_time = self._histogram("step_host_seconds", "Seconds per step for scheduling and metadata while no step runs")
-        self.queue_time = self._histogram(
-            "queue_seconds", "Seconds from a request's arrival to its first admission, waits for compilations included"
-        )
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token, of requests that generate"
-        )
-        self.inter_token = self._histogram("inter_token_seconds", "Seconds between consecutive tokens of one sample")
-        self.end_to_end = self._histogram("request_seconds", "Seconds from a request's arrival to its end")
+        self._texts = descriptions(type(self))
+        self.steps = self._counter("steps")
+        self.failed_steps = self._counter("failed_steps")
+        self.non_finite = self._counter("non_finite_requests")
+        self.tokens = self._counter("tokens", "kind")
+        self.scored = self._counter("score_rows", "algorithm")
+        self.padding = self._counter("padding_rows")
+        self.prompt_tokens = self._counter("prompt_tokens", "part")
+        self.cached_tokens = self._counter("cached_tokens", "part")
+        self.evictions = self._counter("evictions")
+        self.preemptions = self._counter("preemptions")
+        self.compiles = self._counter("compiles", "program")
+        self.late_compiles = self._counter("compiles_after_warmup")
+        self.warm_up_time = self._counter("warmup_seconds", "kind")
+        self.warm = self._gauge("warm")
+        self.requests = self._counter("requests", "outcome")
+        self.store = self._counter("kv_store_events", "event")
+        self.pages = self._gauge("pages", "state")
+        self.block_size = self._gauge("block_size")
+        self.queue = self._gauge("requests_now", "state")
+        self.step_time = self._histogram("step_seconds")
+        self.host_time = self._histogram("step_host_seconds")
+        self.queue_time = self._histogram("queue_seconds")
+        self.first_token = self._histogram("time_to_first_token_seconds")
+        self.inter_token = self._histogram("inter_token_seconds")
+        self.end_to_end = self._histogram("request_seconds")
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(_PREFIX + name, text, labels, registry=self.registry)
+    def _counter(self, name: str, *labels: str) -> Counter:
+        return Counter(_PREFIX + name, self._help(name), labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(_PREFIX + name, text, buckets=_SECONDS, registry=self.registry)
+    def _gauge(self, name: str, *labels: str) -> Gauge:
+        return Gauge(_PREFIX + name, self._help(name), labels, registry=self.registry)
+
+    def _histogram(self, name: str) -> Histogram:
+        return Histogram(_PREFIX + name, self._help(name), buckets=_SECONDS, registry=self.registry)
+
+    def _help(self, name: str) -> str:
+        return as_help(self._texts[name]).removesuffix(".")
 
     def count_end(self, request: Request, outcome: str) -> None:
         """Count a request that has ended."""
         self.requests.labels(outcome).inc()
         self.end_to_end.observe(time.perf_counter() - request.added_at)
 
-    def count_cached(self, cached: CachedTokens, totals: CachedTokens) -> None:
+    def count_cached(self, cached: CachedTokens, layout: ChunkLayout) -> None:
         """Add the prompt tokens of a request to the counters.
 
         Args:
             cached: prompt tokens that the request did not compute.
-            totals: all prompt tokens.
+            layout: layout of the prompt.
         """
-        for counter, tokens in ((self.prompt_tokens, totals), (self.cached_tokens, cached)):
+        whole = CachedTokens(layout.prefix_len, layout.chunk_lens, layout.question_len)
+        for counter, tokens in ((self.prompt_tokens, whole), (self.cached_tokens, cached)):
             counter.labels("prefix").inc(tokens.prefix)
             counter.labels("chunk").inc(sum(tokens.chunks))
             counter.labels("question").inc(tokens.question)
@@ -113,7 +141,7 @@ class EngineMetrics:
             self._totals[counter] = total
         pinned = len({b for r in scheduler.pinned for s in r.samples for b in s.held if b.page >= 0})
         used = trie.num_pages - trie.num_available - pinned
-        for state, pages in {"free": trie.pool.num_free, "cached": trie.num_cached, "used": used, "pinned": pinned}.items():
+        for state, pages in {"free": trie.num_free, "cached": trie.num_cached, "used": used, "pinned": pinned}.items():
             self.pages.labels(state).set(pages)
         self.block_size.set(scheduler.block_size)
         self.queue.labels("waiting").set(len(scheduler.waiting))

@@ -46,8 +46,8 @@ class Placement:
         """Return the number of pages that placing a request would take."""
         total = 0
         for sample in request.samples:
-            found, missing = self._find(sample)
-            self._release_found(sample, found)
+            cached, missing = self._find(sample)
+            self._release_found(sample, cached)
             total += missing
         return total
 
@@ -75,9 +75,9 @@ class Placement:
         """
         held = set()
         for sample in request.samples if request.shares else ():
-            found, _ = self._find(sample)
-            self._release_found(sample, found, used=False)
-            for start, block in reversed(self._blocks(found)):
+            cached, _ = self._find(sample)
+            self._release_found(sample, cached, used=False)
+            for start, block in reversed(self._blocks(cached)):
                 end = start + block.size
                 if end > len(request.layout) or request.computed[start:end].any():
                     if block.refs:
@@ -96,9 +96,9 @@ class Placement:
     def look_up(self, request: Request) -> list[Part]:
         """Return the parts of a prompt with the blocks that are cached, without holding the blocks."""
         (sample,) = request.samples
-        found, _ = self._find(sample)
-        self._release_found(sample, found, used=False)
-        return found
+        cached, _ = self._find(sample)
+        self._release_found(sample, cached, used=False)
+        return cached
 
     def _find(self, sample: Sample) -> tuple[list[Part], int]:
         """Hold the blocks of a sample that are in the trie. Return its parts and the number of missing blocks."""
@@ -110,28 +110,28 @@ class Placement:
         sample.root = self.trie.acquire(root)
         return self._walk(sample)
 
-    def _release_found(self, sample: Sample, found: list[Part], *, used: bool = True) -> None:
+    def _release_found(self, sample: Sample, cached: list[Part], *, used: bool = True) -> None:
         assert sample.root is not None
-        self.trie.release([*held_by(found), sample.root], used=used)
+        self.trie.release([*held_by(cached), sample.root], used=used)
         sample.root = None
 
     def _place(self, sample: Sample, headroom: int) -> bool:
         request = sample.request
-        found, missing = self._find(sample)
+        cached, missing = self._find(sample)
         if missing + headroom > self.trie.num_available:
-            self._release_found(sample, found)
+            self._release_found(sample, cached)
             return False
-        sample.parts, _ = self._walk(sample, found)
+        sample.parts, _ = self._walk(sample, cached)
         pages = [block.page for part in sample.parts for block in part.blocks]
         sample.num_pages = len(pages)
         sample.pages = np.zeros(request.pages_per_sample, np.int32)
         sample.pages[: len(pages)] = pages
         return True
 
-    def _walk(self, sample: Sample, found: list[Part] | None = None) -> tuple[list[Part], int]:
+    def _walk(self, sample: Sample, cached: list[Part] | None = None) -> tuple[list[Part], int]:
         """Walk the parts of a sample through the trie. Return the parts and the number of missing blocks.
 
-        Without `found`, hold the blocks that are in the trie. With `found`, the parts from such a walk, allocate the missing
+        Without `cached`, hold the blocks that are in the trie. With `cached`, the parts from such a walk, allocate the missing
         blocks. The found blocks stay held meanwhile, so that allocation evicts none of them.
         """
         request, parts, missing, first = sample.request, [], 0, 0
@@ -140,9 +140,9 @@ class Placement:
         for number, (kind, start, end) in enumerate(request.segments):
             grows = number == len(request.segments) - 1 and request.sampling is not None
             size = (sample.num_tokens if grows else end) - start
-            part = found[number] if found else Part(start, first, ())
+            part = cached[number] if cached else Part(start, first, ())
             part.parents = (prefix, *ends) if kind == QUESTION_ID else (prefix,)
-            last = self._follow(sample, part, number, size, grows, create=found is not None)
+            last = self._follow(sample, part, number, size, grows, create=cached is not None)
             parts.append(part)
             first += -(-size // self.block_size)
             if number not in request.repeats:  # a repeated chunk reuses the blocks of its first occurrence
@@ -261,12 +261,12 @@ class Placement:
             for block in first.held:
                 self.trie.acquire(block)
             if request.spares:
-                tail, own = sample.parts[-1].blocks[-1], request.spares.pop()
-                own.filled = own.planned = tail.filled
-                copies.append((tail.page, own.page))
+                tail, copy = sample.parts[-1].blocks[-1], request.spares.pop()
+                copy.filled = copy.planned = tail.filled
+                copies.append((tail.page, copy.page))
                 self.trie.release([tail])
-                sample.parts[-1].blocks[-1] = own
-                sample.pages[sample.num_pages - 1] = own.page
+                sample.parts[-1].blocks[-1] = copy
+                sample.pages[sample.num_pages - 1] = copy.page
             request.samples.append(sample)
         return copies
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
@@ -70,12 +69,8 @@ CHIPS = {
 }
 """Devices by name. A driver keeps a part of a GPU's memory: of the 80 GB of an H100 it gives 79.1 GiB."""
 _OTHER_NAMES = {"a10": "a10g", "a100-80gb": "a100", "h100-80gb": "h100", "v5litepod": "v5e"}
-_USUAL = ("v5e", "v5p", "v6e", "l4", "a100", "h100", "h200")
-
-
-def usual_chips() -> dict[str, Chip]:
-    """Return the devices of a plan that names none."""
-    return {name: CHIPS[name] for name in _USUAL}
+USUAL = ("v5e", "v5p", "v6e", "l4", "a100", "h100", "h200")
+"""Devices of a plan that names none."""
 
 
 @dataclass(frozen=True)
@@ -140,9 +135,9 @@ def plan(config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, chip: Chip, 
     )
 
 
-def sizes(spec: DecoderSpec, most: int = 16) -> Sequence[int]:
-    """Return the powers of two, up to `most`, over which a model can be divided."""
-    return [size for size in (1 << n for n in range(most.bit_length())) if not indivisible(size, spec)]
+def sizes(spec: DecoderSpec) -> list[int]:
+    """Return the powers of two up to 16 over which a model can be divided."""
+    return [size for size in (1, 2, 4, 8, 16) if not indivisible(size, spec)]
 
 
 def chip_of(name: str) -> tuple[str, Chip]:
@@ -154,8 +149,8 @@ def chip_of(name: str) -> tuple[str, Chip]:
     Raises:
         ConfigError: the name is unknown.
     """
-    wanted = re.sub(r"^(nvidia|tpu)[ -]", "", name.strip().lower()).replace(" ", "-").replace("rtx-", "rtx")
-    wanted = _OTHER_NAMES.get(wanted, wanted)
-    if wanted not in CHIPS:
+    key = re.sub(r"^(nvidia|tpu)[ -]", "", name.strip().lower()).replace(" ", "-").replace("rtx-", "rtx")
+    key = _OTHER_NAMES.get(key, key)
+    if key not in CHIPS:
         raise ConfigError(f"unknown device {name!r}; known are {', '.join(CHIPS)}")
-    return wanted, CHIPS[wanted]
+    return key, CHIPS[key]

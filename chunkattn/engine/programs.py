@@ -1,10 +1,17 @@
-"""`ProgramCounts`: numbers of compiled programs, which tell the user when an engine begins to compile."""
+"""`ProgramCounts`: jitted functions with counts of their programs, which tell the user when an engine begins to compile."""
 
 from __future__ import annotations
 
 import logging
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import jax
+
+from chunkattn.models.shards import WHOLE, Shards
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +23,33 @@ class ProgramCounts(Counter[str]):
 
     The announcement is a line in the log at INFO. A terminal shows it without a log too.
     """
+
+    def jit(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        shards: Shards,
+        inputs: Sequence[Any] = (),
+        outputs: Any = WHOLE,
+        **options: Any,
+    ) -> Any:
+        """Return a jitted function on the devices of a model, whose traces count.
+
+        Args:
+            name: name of the count.
+            function: function to trace.
+            shards: devices of the model; see `Shards.map` for `inputs` and `outputs`.
+            inputs: partitions of the first arguments.
+            outputs: partition of the result.
+            **options: options of `jax.jit`.
+        """
+
+        @wraps(function)
+        def traced(*args: Any, **static: Any) -> Any:
+            self[name] += 1  # runs only while JAX traces, so the counter counts compilations
+            return function(*args, **static)
+
+        return jax.jit(shards.map(traced, inputs, outputs), **options)
 
     def __setitem__(self, name: str, count: int) -> None:
         if not self:

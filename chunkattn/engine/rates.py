@@ -101,12 +101,12 @@ class RateMeter:
     def _fitted(self) -> StepRates:
         from scipy.optimize import nnls  # a slow import, which callers of `tile_area` do not need
 
-        features, wanted = np.eye(3) * _GUESS_WEIGHT, np.full(3, _GUESS_WEIGHT)
+        features, targets = np.eye(3) * _GUESS_WEIGHT, np.full(3, _GUESS_WEIGHT)
         if any(self._seen.values()):
             seen = np.stack([*self._seen[False], *self._seen[True]])
             features = np.concatenate([features, seen[:, :3] * self._guess / seen[:, 3:]])
-            wanted = np.append(wanted, np.ones(len(seen)))
-        factors, _ = nnls(features, wanted)
+            targets = np.append(targets, np.ones(len(seen)))
+        factors, _ = nnls(features, targets)
         return StepRates(*(factors * self._guess).tolist())
 
 

@@ -15,7 +15,6 @@ from chunkattn.engine.messages import (
     CachedTokens,
     EngineOutput,
     PromptLogprobsOutput,
-    RequestStats,
     ScoreResult,
     StepRates,
     TokenLogprobs,
@@ -25,8 +24,9 @@ from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
-from chunkattn.engine.sampling import Readout, sampling_blocks
+from chunkattn.engine.sampling import sampling_blocks
 from chunkattn.engine.step import SampleRow, Step
+from chunkattn.request_record import RequestStats
 
 PromptValues = tuple[float, int, np.ndarray, np.ndarray]
 """Log-probability and rank of a prompt token, and ids and log-probabilities of the likeliest tokens."""
@@ -63,11 +63,11 @@ def read_step(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) 
     checked: list[tuple[list[int], np.ndarray]] = []
     drawn: list[tuple[int, TokenLogprobs | None]] = []
     samples = [row for row in step.samples if not row[1].request.prompt_only]
-    for block, given, edits in sampling_blocks(samples, runner.spec.vocab_size, runner.sample_sizes):
-        rows, wanted = [row for row, _, _ in block], [sample.params.logprobs for _, sample, _ in block]
-        with_logprobs = any(w is not None for w in wanted)
-        chosen, values, fine = runner.sample(hidden, rows, given, edits, with_logprobs)
-        logprobs = [None if w is None else _to_logprobs(values, i, w) for i, w in enumerate(wanted)]
+    for block, parameters, edits in sampling_blocks(samples, runner.spec.vocab_size, runner.sample_sizes):
+        rows, num_top = [row for row, _, _ in block], [sample.params.logprobs for _, sample, _ in block]
+        with_logprobs = any(w is not None for w in num_top)
+        chosen, values, fine = runner.sample(hidden, rows, parameters, edits, with_logprobs)
+        logprobs = [None if w is None else _to_logprobs(values, i, w) for i, w in enumerate(num_top)]
         drawn += zip(chosen[: len(rows)].tolist(), logprobs, strict=True)
         checked.append((rows, fine[: len(rows)]))
     in_order = iter(drawn)
@@ -98,8 +98,8 @@ def _read_prompts(runner: Runner, step: Step, hidden: jax.Array, rows: list[int]
         for place, target, rank, top_ids, top in zip(places, *read, strict=True):
             values[place] = (target, rank, top_ids, top)
     if len(places := np.flatnonzero(~ranked)):
-        found, finite[places] = runner.label_logprobs(hidden, [rows[p] for p in places], [(ids[p],) for p in places])
-        for place, (target,) in zip(places, found, strict=True):
+        logprobs, finite[places] = runner.label_logprobs(hidden, [rows[p] for p in places], [(ids[p],) for p in places])
+        for place, (target,) in zip(places, logprobs, strict=True):
             values[place] = (target, 0, _NOTHING, _NOTHING)
     return values, finite
 
@@ -110,66 +110,48 @@ def _read_scores(runner: Runner, step: Step, hidden: jax.Array, rows: list[int])
         return runner.class_logits(hidden, rows)
     scores = [(request.score, number) for _, request, number in step.scores if request.score]
     labels = [score.labels_of(number) for score, number in scores]
-    found, finite = runner.label_logprobs(hidden, rows, labels)
+    logprobs, finite = runner.label_logprobs(hidden, rows, labels)
     if raw := [place for place, (score, _) in enumerate(scores) if score.raw]:
         logits = runner.label_logits(hidden, [rows[place] for place in raw], [labels[place] for place in raw])
         for place, values in zip(raw, logits, strict=True):
-            found[place] = values
-    return found, finite
+            logprobs[place] = values
+    return logprobs, finite
 
 
-def _to_logprobs(values: Readout | None, row: int, num_top: int) -> TokenLogprobs:
+def _to_logprobs(values: TokenLogprobs | None, row: int, num_top: int) -> TokenLogprobs:
     """Return the log-probabilities of one row, with `num_top` of the likeliest tokens."""
     assert values is not None
     rows = slice(row, row + 1)
     return TokenLogprobs(values.target[rows], values.rank[rows], values.top_ids[rows, :num_top], values.top[rows, :num_top])
 
 
-class Readouts:
-    """Rows of the requests that want scores or prompt log-probabilities, until each request has all of its rows."""
+def collect(step: Step, result: StepResult, taken: np.ndarray, meter: RateMeter) -> Iterator[EngineOutput]:
+    """Give the rows of one step to their requests. Yield the outputs of the requests whose last row is among them.
 
-    def __init__(self) -> None:
-        self._rows: dict[str, dict[int, Any]] = {}
-
-    def expect(self, request: Request) -> None:
-        """Collect the rows of a new request, if it wants scores or prompt log-probabilities."""
-        if _num_rows(request):
-            self._rows[request.request_id] = {}
-
-    def forget(self, request_id: str) -> None:
-        """Drop the rows read for a request."""
-        self._rows.pop(request_id, None)
-
-    def take(self, step: Step, result: StepResult, taken: np.ndarray, meter: RateMeter) -> Iterator[EngineOutput]:
-        """Collect the rows of one step. Yield the outputs of the requests whose last row is among them.
-
-        Args:
-            step: the step.
-            result: values read from the step.
-            taken: bool `[T]`, whether the values of a row count.
-            meter: meter whose rates score results carry.
-        """
-        for (row, request, index), values in zip(step.scores, result.scores, strict=True):
-            if taken[row] and (rows := self._collect(request, index, values)):
-                yield score_result(request, rows, meter.rates)
-                self.forget(request.request_id)
-        for (row, request, index), found in zip(step.prompt_logprobs, result.prompt_logprobs, strict=True):
-            if taken[row] and (rows := self._collect(request, int(request.user_index[index]), found)):
-                yield prompt_output(request, rows)
-                self.forget(request.request_id)
-
-    def _collect(self, request: Request, index: int, values: object) -> dict[int, Any] | None:
-        """Collect a row. Return all rows of the request if the row was the last."""
-        rows = self._rows.get(request.request_id)
-        if rows is None:  # the request was answered before its sample restarted
-            return None
-        rows[index] = values
-        return rows if len(rows) == _num_rows(request) else None
+    Args:
+        step: the step.
+        result: values read from the step.
+        taken: bool `[T]`, whether the values of a row count.
+        meter: meter whose rates score results carry.
+    """
+    for (row, request, index), scores in zip(step.scores, result.scores, strict=True):
+        if taken[row] and (rows := _add_row(request, index, scores)):
+            yield score_result(request, rows, meter.rates)
+    for (row, request, index), values in zip(step.prompt_logprobs, result.prompt_logprobs, strict=True):
+        if taken[row] and (rows := _add_row(request, int(request.user_index[index]), values)):
+            yield prompt_output(request, rows)
 
 
-def _num_rows(request: Request) -> int:
-    """Return the number of rows that are read for a request."""
-    return len(request.logprob_rows if request.score is None else request.score.rows)
+def _add_row(request: Request, index: int, values: object) -> dict[int, Any] | None:
+    """Keep the values of a row. Return all rows of the request if the row was the last."""
+    rows = request.values
+    if rows is None:  # the request was answered before its sample restarted
+        return None
+    rows[index] = values
+    if len(rows) < len(request.logprob_rows if request.score is None else request.score.rows):
+        return None
+    request.values = None
+    return rows
 
 
 def score_result(request: Request, rows: dict[int, Any], rates: StepRates) -> ScoreResult:
@@ -217,11 +199,11 @@ def accept_token(
             if not request.prompt_only:
                 request.first_token_at = now
                 metrics.first_token.observe(now - request.added_at)
-            metrics.count_cached(cached, prompt_tokens(request))
+            metrics.count_cached(cached, request.layout)
     else:
         metrics.inter_token.observe(now - sample.last_token_at)
     sample.last_token_at = now
-    if length == 1 or request.told != (COMPILING.count, request.preemptions):
+    if length == 1 or request.known_stats != (COMPILING.count, request.preemptions):
         stats = request_stats(request)
     tokens: tuple[int, ...] = (token,)
     finish_reason, stop_reason = None, None
@@ -242,7 +224,7 @@ def accept_token(
 
 def request_stats(request: Request) -> RequestStats:
     """Return the waits and cache hits of a request so far. Call it in the engine's thread, whose compilations count."""
-    request.told = COMPILING.count, request.preemptions
+    request.known_stats = COMPILING.count, request.preemptions
     computed, layout = request.computed, request.layout
     chunks = computed[layout.prefix_len : layout.question_start]
     return RequestStats(
@@ -255,21 +237,8 @@ def request_stats(request: Request) -> RequestStats:
     )
 
 
-def _by_part(request: Request, tokens: np.ndarray) -> CachedTokens:
-    """Count the True values of a bool `[T]` by part, chunks in the user's order."""
-    layout = request.layout
-    counts = [int(tokens[s.start : s.end].sum()) for s in layout.segments]
-    chunks = [0] * layout.num_chunks
-    for place, number in enumerate(request.chunk_order):
-        chunks[number] = counts[1 + place]
-    return CachedTokens(counts[0], tuple(chunks), counts[-1])
-
-
 def cached_tokens(request: Request) -> CachedTokens:
     """Return the number of prompt tokens that the request did not compute, by part."""
-    return _by_part(request, ~request.computed)
-
-
-def prompt_tokens(request: Request) -> CachedTokens:
-    """Return the number of prompt tokens, by part."""
-    return _by_part(request, np.ones(len(request.layout), bool))
+    cached = ~request.computed
+    prefix, *chunks, question = (int(cached[s.start : s.end].sum()) for s in request.layout.segments)
+    return CachedTokens(prefix, tuple(chunks[place] for place in np.argsort(request.chunk_order)), question)

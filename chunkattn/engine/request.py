@@ -9,17 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.cache.slots import SlotPlan, plan_slots
+from chunkattn.cache.slots import plan_slots
 from chunkattn.cache.trie import Block
 from chunkattn.config import SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, Message, PrecomputeRequest, ScoreRequest
-from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout, Segment
+from chunkattn.layout import PREFIX_ID, QUESTION_ID, Segment
 
 
-@dataclass(eq=False)
 class Request:
     """Request that the engine has accepted, with its tokens in the order in which the engine computes them.
+
+    Args:
+        message: checked message with its chunks in the user's order.
+        limits: limits of the engine.
+        arrival: number of the request in order of arrival; seeds its random numbers if it has no seed. 0 for a request that
+            does not run.
 
     Attributes:
         request_id: id, unique among the engine's requests.
@@ -54,88 +59,56 @@ class Request:
         admitted_at: time of the first admission on that clock; None before.
         first_token_at: time of the first token on that clock; None before.
         preemptions: number of times that the request was preempted.
-        told: number of compilations and of preemptions that the last `RequestStats` knew of.
+        known_stats: number of compilations and of preemptions that the last `RequestStats` knew of.
+        values: values read so far, by row; None once the output with all of them has been made.
     """
 
-    request_id: str
-    layout: ChunkLayout
-    plan: SlotPlan
-    user_index: np.ndarray
-    chunk_order: list[int]
-    arrival: int
-    priority: int
-    max_tokens: int
-    pages_per_sample: int
-    total_pages: int
-    shares: bool
-    salt_key: str | None = None
-    seed: int = 0
-    sampling: SamplingParams | None = None
-    score: ScoreRequest | None = None
-    precompute: PrecomputeRequest | None = None
-    eos_token_ids: frozenset[int] = frozenset()
-    weighing: tuple[float, float] | None = None
-    distinct: bool = False
-    logprobs_from: int | None = None
-    ranked: bool = True
-    prompt_only: bool = False
-    samples: list[Sample] = field(default_factory=list)
-    spares: list[Block] = field(default_factory=list)
-    root: Block | None = None
-    finite_end: int = sys.maxsize
-    added_at: float = 0.0
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-    preemptions: int = 0
-    told: tuple[int, int] = (0, 0)
-
-    def __post_init__(self) -> None:
-        self.computed = np.zeros(len(self.layout), bool)
-        self._keys: dict[tuple[int, int], tuple[int, bytes]] = {}
-        self.samples = [Sample(self, 0)]
-
-    @classmethod
-    def of(cls, message: Message, limits: EngineLimits, *, arrival: int) -> Request:
-        """Return the request of a message that has been checked.
-
-        Args:
-            message: message with its chunks in the user's order.
-            limits: limits of the engine.
-            arrival: number of the request in order of arrival; seeds its random numbers if it has no seed. 0 for a request that
-                does not run.
-        """
-        layout, index, order = message.layout, np.arange(len(message.layout)), [*range(message.layout.num_chunks)]
-        is_pack = isinstance(message, ScoreRequest) and not message.state_len
-        # Under a window every item is a plain prompt, and stays one.
-        apart = isinstance(message, ScoreRequest) and not message.share_prefix and limits.sliding_window is None
+    def __init__(self, message: Message, limits: EngineLimits, *, arrival: int) -> None:
+        layout, config = message.layout, limits.config
+        self.request_id, self.salt_key = message.request_id, message.salt_key
+        self.arrival, self.priority = arrival, message.priority
+        self.user_index, self.chunk_order = np.arange(len(layout)), [*range(layout.num_chunks)]
         # Scored items keep their order, so that the content of one item cannot move another.
-        if layout.chunks_share_positions and layout.num_chunks > 1 and not is_pack:
-            order = layout.canonical_order()
-            index, layout = layout.reorder_index(order), layout.with_chunk_order(order)
-        plan = plan_slots(layout, limits.block_size, **limits.slot_options(message), apart=apart)
-        longest, per_sample, total = limits.pages(message, plan.end)
-        options: dict[str, Any] = {"shares": limits.config.enable_prefix_caching}
-        if isinstance(message, PrecomputeRequest):
-            options |= {"precompute": message, "weighing": _shared_weighing(layout, limits)}
-        elif isinstance(message, ScoreRequest):
-            weighing = _shared_weighing(layout, limits) if message.state_len else None
-            options = {"score": message, "shares": options["shares"] and message.share_prefix, "weighing": weighing}
-        else:
-            options = _generate_options(message, limits, arrival)
-        return cls(
-            request_id=message.request_id,
-            layout=layout,
-            plan=plan,
-            user_index=index,
-            chunk_order=order,
-            arrival=arrival,
-            priority=message.priority,
-            max_tokens=longest,
-            pages_per_sample=per_sample,
-            total_pages=total,
-            salt_key=message.salt_key,
-            **options,
-        )
+        if layout.chunks_share_positions and layout.num_chunks > 1 and not message.is_pack:
+            self.chunk_order = layout.canonical_order()
+            self.user_index, layout = layout.reorder_index(self.chunk_order), layout.with_chunk_order(self.chunk_order)
+        # Under a window every item is a plain prompt, and stays one.
+        apart = not message.shares and limits.sliding_window is None
+        self.layout, self.plan = layout, plan_slots(layout, limits.block_size, **limits.slot_options(message), apart=apart)
+        self.max_tokens, self.pages_per_sample, self.total_pages = limits.pages(message, self.plan.end)
+        self.shares = config.enable_prefix_caching and message.shares and not message.distinct
+        self.distinct = message.distinct
+        sees_chunks = layout.question_len and any(layout.chunk_lens) and not message.is_pack
+        self.weighing = limits.weighing if sees_chunks else None
+        self.score = message if isinstance(message, ScoreRequest) else None
+        self.precompute = message if isinstance(message, PrecomputeRequest) else None
+        self.sampling: SamplingParams | None = None
+        self.eos_token_ids: frozenset[int] = frozenset()
+        self.logprobs_from: int | None = None
+        self.seed, self.ranked, self.prompt_only = 0, True, False
+        if isinstance(message, GenerateRequest):
+            self._generate(message, message.sampling, config.seed)
+        self.computed = np.zeros(len(layout), bool)
+        self.values: dict[int, Any] | None = {}
+        self._keys: dict[tuple[int, int], tuple[int, bytes]] = {}
+        self.samples, self.spares = [Sample(self, 0)], list[Block]()
+        self.root: Block | None = None
+        self.finite_end, self.preemptions, self.known_stats = sys.maxsize, 0, (0, 0)
+        self.added_at = 0.0
+        self.admitted_at: float | None = None
+        self.first_token_at: float | None = None
+
+    def _generate(self, message: GenerateRequest, params: SamplingParams, engine_seed: int) -> None:
+        """Take what only a generation request has."""
+        seed = params.seed
+        if seed is None and self.arrival:
+            seed = int(np.random.SeedSequence([engine_seed, self.arrival]).generate_state(1, np.uint64)[0])
+        self.seed, self.sampling = (seed or 0) % 2**64, params
+        self.shares &= not params.skip_reading_prefix_cache
+        self.weighing = self.weighing and (message.weighing or self.weighing)
+        self.logprobs_from = None if params.prompt_logprobs is None else message.logprobs_from or 0
+        self.ranked = message.logprobs_from is None or bool(params.prompt_logprobs)
+        self.prompt_only, self.eos_token_ids = message.prompt_only, frozenset(message.eos_token_ids)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -343,28 +316,3 @@ class Sample:
             np.concatenate([plan.slots[start:end], plan.end + later]),
             np.concatenate([plan.row_start[start:end], np.zeros_like(later)]),
         )
-
-
-def _shared_weighing(layout: ChunkLayout, limits: EngineLimits) -> tuple[float, float] | None:
-    """Return the weighing of a question whose beginning other requests share: the engine's, if the question sees chunks."""
-    return limits.weighing if layout.question_len and any(layout.chunk_lens) else None
-
-
-def _generate_options(message: GenerateRequest, limits: EngineLimits, arrival: int) -> dict[str, Any]:
-    """Return the arguments of `Request` that only a generation request has."""
-    params, config = message.sampling, limits.config
-    seed = params.seed
-    if seed is None and arrival:
-        seed = int(np.random.SeedSequence([config.seed, arrival]).generate_state(1, np.uint64)[0])
-    reads = params.prompt_logprobs is not None
-    return {
-        "seed": (seed or 0) % 2**64,
-        "shares": config.enable_prefix_caching and not params.skip_reading_prefix_cache and not message.distinct,
-        "weighing": message.weighing or limits.weighing if limits.weighing and any(message.layout.chunk_lens) else None,
-        "distinct": message.distinct,
-        "logprobs_from": (message.logprobs_from or 0) if reads else None,
-        "ranked": message.logprobs_from is None or bool(params.prompt_logprobs),
-        "prompt_only": message.prompt_only,
-        "sampling": params,
-        "eos_token_ids": frozenset(message.eos_token_ids),
-    }

@@ -16,24 +16,24 @@ from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
 from chunkattn.backends.cpu import label_readout
 from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.host_calls import (
-    ALONE,
     Forward,
-    Hosts,
     ReadClasses,
     ReadLabels,
     ReadSample,
     ReadTokens,
+    Tell,
     WarmPicks,
     WarmReadout,
+    alone,
 )
 from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.kv_pool import KVPool, fingerprint
+from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.programs import ProgramCounts
 from chunkattn.engine.sampling import (
     READ_BUCKETS,
     SAMPLE_BUCKETS,
     Edits,
-    Readout,
     SampleInput,
     apply_edits,
     choose,
@@ -79,7 +79,7 @@ class Runner:
         sample_sizes: sizes to which blocks of sampled rows are padded.
         picked_sizes: sizes of blocks that are read, and, unless the model is a classifier, `sample_sizes`.
         compiles: number of programs traced so far, by name.
-        hosts: the other hosts of the model, which are told every call; `ALONE` on a host that follows.
+        tell: tells the other hosts of the model every call.
         while_waiting: called once, before the host next waits for values of a readout; None for nothing.
     """
 
@@ -90,16 +90,16 @@ class Runner:
         num_pages: int,
         max_logprobs: int,
         batch_invariant: bool | None = None,
-        hosts: Hosts = ALONE,
+        tell: Tell = alone,
     ) -> None:
-        self.hosts = hosts
+        self.tell = tell
         self.while_waiting: Callable[[], None] | None = None
         self.spec, self.shards, self.backend = model.spec, model.shards, backend
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
         self.backends[None] = backend
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles = ProgramCounts()
-        self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles, self.shards, hosts)
+        self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles, self.shards, tell)
         self._names, self._params = list(model.weights), list(model.weights.values())
         self.dtype = model.dtype
         self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype)
@@ -112,19 +112,20 @@ class Runner:
         self._label_sizes = (READ_BUCKETS[0], label_readout.MAX_ROWS) if many else self._read_sizes
         sampled = self.sample_sizes if model.spec.num_labels is None else ()
         self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
-        params, pool, on_shards = [self.shards.partition(name) for name in self._names], self.pool.partitions, self.shards.map
-        step = on_shards(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
+        params, pool = [self.shards.partition(name) for name in self._names], self.pool.partitions
+        step = self.shards.map(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
-        self._gather = jax.jit(on_shards(self._trace_gather))
-        self._sample = jax.jit(on_shards(self._trace_sample, [params]), static_argnames="with_logprobs")
-        self._logits = jax.jit(on_shards(self._trace_logits, [params]))
-        self._edit = jax.jit(on_shards(self._trace_edit))
-        self._choose = jax.jit(on_shards(self._trace_choose), static_argnames="with_logprobs")
-        self._read = jax.jit(on_shards(self._trace_read, [params]))
-        self._read_labels = jax.jit(on_shards(self._trace_read_labels, [params]))
-        self._read_vocabulary = jax.jit(on_shards(self._trace_read_vocabulary, [params]))
-        self._classify = jax.jit(on_shards(self._trace_classify, [params]))
+        program = partial(self.compiles.jit, shards=self.shards)
+        self._gather = program("gather", lambda hidden, rows: hidden[rows])
+        self._sample = program("sample", self._trace_sample, inputs=[params], static_argnames="with_logprobs")
+        self._logits = program("sample", self._trace_logits, inputs=[params])
+        self._edit = program("sample", apply_edits)
+        self._choose = program("sample", self._trace_choose, static_argnames="with_logprobs")
+        self._read = program("read", self._trace_read, inputs=[params])
+        self._read_labels = program("read", self._trace_read_labels, inputs=[params])
+        self._read_vocabulary = program("read", self._trace_read_vocabulary, inputs=[params])
+        self._classify = program("classify", self._trace_logits, inputs=[params])
 
     def forward(self, arrays: StepArrays) -> tuple[jax.Array, jax.Array]:
         """Run the layers of one step, without waiting for the device.
@@ -136,7 +137,7 @@ class Runner:
             Hidden states, float32 `[T, hidden]`, and bool `[T]`, whether all values of a row are finite.
         """
         *inputs, backend = arrays
-        self.hosts.tell(Forward(tuple(jax.tree.leaves(inputs)), backend))
+        self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
         hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *inputs, backend=backend)
         finite.copy_to_host_async()
         return hidden, finite
@@ -183,7 +184,7 @@ class Runner:
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
-        self.hosts.tell(WarmPicks())
+        self.tell(WarmPicks())
         for size in self.picked_sizes:
             self._pick(hidden, [0] * size, self.picked_sizes)
 
@@ -194,7 +195,7 @@ class Runner:
             size: one of `picked_sizes`.
             number: number of the program, below `num_readouts(size)`; the likeliest come first.
         """
-        self.hosts.tell(WarmReadout(size, number))
+        self.tell(WarmReadout(size, number))
         return self._readouts(size)[number]()
 
     def num_readouts(self, size: int) -> int:
@@ -211,7 +212,7 @@ class Runner:
         if size in self.sample_sizes:
             vocab = self.spec.vocab_size
             logits = self.shards.zeros((size, vocab))
-            samples = [(given, logprobs) for logprobs in (False, True) for given in (None, empty_input(size, vocab))]
+            samples = [(parameters, logprobs) for logprobs in (False, True) for parameters in (None, empty_input(size, vocab))]
             programs += [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
             edits += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
             edits += [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
@@ -236,29 +237,29 @@ class Runner:
     # Reading. These methods return values and, for each row, whether its logits are finite.
 
     def sample(
-        self, hidden: jax.Array, rows: Sequence[int], given: SampleInput | None, edits: Edits | None, with_logprobs: bool
-    ) -> tuple[np.ndarray, Readout | None, np.ndarray]:
+        self, hidden: jax.Array, rows: Sequence[int], parameters: SampleInput | None, edits: Edits | None, with_logprobs: bool
+    ) -> tuple[np.ndarray, TokenLogprobs | None, np.ndarray]:
         """Choose the next token of up to `sample_sizes[-1]` rows. Entries of padding follow those of the rows.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to sample from.
-            given: sampling parameters, padded to one of `sample_sizes`; None if every row takes its likeliest token.
+            parameters: sampling parameters, padded to one of `sample_sizes`; None if every row takes its likeliest token.
             edits: changes of single logits, padded to the same size; None if no row changes a logit.
             with_logprobs: whether to read the log-probabilities of the tokens.
 
         Returns:
             Token ids, their log-probabilities or None, and whether the logits are finite.
         """
-        self.hosts.tell(ReadSample(tuple(rows), given, edits, with_logprobs))
+        self.tell(ReadSample(tuple(rows), parameters, edits, with_logprobs))
         picked = self._pick(hidden, rows, self.sample_sizes)
         if edits is None:
-            drawn = self._sample(self._params, picked, given, with_logprobs=with_logprobs)
+            drawn = self._sample(self._params, picked, parameters, with_logprobs=with_logprobs)
         else:  # three programs, so that each width of edits compiles only a small program
             logits = self._logits(self._params, picked)
-            drawn = self._choose(logits, self._edit(logits, edits), given, with_logprobs=with_logprobs)
-        found: tuple[np.ndarray, Readout | None, np.ndarray] = self._fetch(drawn)
-        return found
+            drawn = self._choose(logits, self._edit(logits, edits), parameters, with_logprobs=with_logprobs)
+        values: tuple[np.ndarray, TokenLogprobs | None, np.ndarray] = self._fetch(drawn)
+        return values
 
     def label_logprobs(
         self, hidden: jax.Array, rows: Sequence[int], labels: Sequence[tuple[int, ...]]
@@ -273,8 +274,8 @@ class Runner:
             rows: rows to read from.
             labels: token ids of each row's labels.
         """
-        self.hosts.tell(ReadLabels(tuple(rows), tuple(labels), raw=False))
-        found, finite = [np.empty(0, np.float32)] * len(rows), np.empty(len(rows), bool)
+        self.tell(ReadLabels(tuple(rows), tuple(labels), raw=False))
+        logprobs, finite = [np.empty(0, np.float32)] * len(rows), np.empty(len(rows), bool)
         by_width: dict[int, list[int]] = {}  # places of rows; 0 for the whole vocabulary
         for place, ids in enumerate(labels):
             by_width.setdefault(next((width for width in LABEL_WIDTHS if len(ids) <= width), 0), []).append(place)
@@ -286,13 +287,13 @@ class Runner:
                     target[: len(labels[place])] = labels[place]
             for block, (values, fine) in self._by_block(program, hidden, [rows[place] for place in places], sizes, targets):
                 for place, some in zip(places[block], values, strict=True):
-                    found[place] = some[: len(labels[place])] if width else some[list(labels[place])]
+                    logprobs[place] = some[: len(labels[place])] if width else some[list(labels[place])]
                 finite[places[block]] = fine
-        return found, finite
+        return logprobs, finite
 
     def label_logits(self, hidden: jax.Array, rows: Sequence[int], labels: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Return the logits of each row's labels, picked on the host; `label_logprobs` tells which are finite."""
-        self.hosts.tell(ReadLabels(tuple(rows), tuple(labels), raw=True))
+        self.tell(ReadLabels(tuple(rows), tuple(labels), raw=True))
         blocks = self._by_block(self._logits, hidden, rows, self._read_sizes)
         return [some[list(ids)] for block, values in blocks for some, ids in zip(values, labels[block], strict=True)]
 
@@ -303,11 +304,13 @@ class Runner:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
         """
-        self.hosts.tell(ReadClasses(tuple(rows)))
+        self.tell(ReadClasses(tuple(rows)))
         logits = np.concatenate([values for _, values in self._by_block(self._classify, hidden, rows, self._read_sizes)])
         return [*logits], np.isfinite(logits).all(-1)
 
-    def token_logprobs(self, hidden: jax.Array, rows: Sequence[int], targets: Sequence[int]) -> tuple[Readout, np.ndarray]:
+    def token_logprobs(
+        self, hidden: jax.Array, rows: Sequence[int], targets: Sequence[int]
+    ) -> tuple[TokenLogprobs, np.ndarray]:
         """Return the log-probability and rank of one target token per row, and the likeliest tokens of the row.
 
         Args:
@@ -315,12 +318,12 @@ class Runner:
             rows: rows to read from.
             targets: token id to read from each row.
         """
-        self.hosts.tell(ReadTokens(tuple(rows), tuple(targets)))
+        self.tell(ReadTokens(tuple(rows), tuple(targets)))
         blocks = self._by_block(self._read, hidden, rows, self._read_sizes, np.asarray(targets, np.int32))
-        found: tuple[Readout, np.ndarray] = jax.tree.map(
+        values: tuple[TokenLogprobs, np.ndarray] = jax.tree.map(
             lambda *parts: np.concatenate(parts), *(values for _, values in blocks)
         )
-        return found
+        return values
 
     def _by_block(
         self,
@@ -365,7 +368,7 @@ class Runner:
     def _model(self, params: Params) -> Decoder:
         return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.shards)
 
-    # Traced functions. They run only while JAX traces them, so the counters count compilations.
+    # Traced functions
 
     def _trace_step(
         self,
@@ -377,7 +380,7 @@ class Runner:
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, jax.Array, list[KVCache]]:
-        self.compiles[backend or "step"] += 1
+        self.compiles[backend or "step"] += 1  # runs only while JAX traces, so the counter counts compilations
         caches, scale, forward = list(caches), 1 / math.sqrt(self.spec.head_dim), self.backends[backend].forward
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -392,60 +395,36 @@ class Runner:
         hidden = self._model(params)(token_ids, positions, attend)
         return hidden, finite_rows(hidden), caches
 
-    def _trace_gather(self, hidden: jax.Array, rows: jax.Array) -> jax.Array:
-        self.compiles["gather"] += 1
-        return hidden[rows]
-
-    def _trace_sample(
-        self, params: Params, hidden: jax.Array, given: SampleInput | None, *, with_logprobs: bool
-    ) -> tuple[jax.Array, Readout | None, jax.Array]:
-        self.compiles["sample"] += 1
-        logits = self._model(params).logits(hidden)
-        return self._chosen(logits, logits, given, with_logprobs)
-
     def _trace_logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        self.compiles["sample"] += 1
         return self._model(params).logits(hidden)
 
-    def _trace_edit(self, logits: jax.Array, edits: Edits) -> jax.Array:
-        self.compiles["sample"] += 1
-        return apply_edits(logits, edits)
+    def _trace_sample(
+        self, params: Params, hidden: jax.Array, parameters: SampleInput | None, *, with_logprobs: bool
+    ) -> tuple[jax.Array, TokenLogprobs | None, jax.Array]:
+        logits = self._trace_logits(params, hidden)
+        return self._trace_choose(logits, logits, parameters, with_logprobs=with_logprobs)
 
     def _trace_choose(
-        self, raw: jax.Array, edited: jax.Array, given: SampleInput | None, *, with_logprobs: bool
-    ) -> tuple[jax.Array, Readout | None, jax.Array]:
-        self.compiles["sample"] += 1
-        return self._chosen(raw, edited, given, with_logprobs)
-
-    def _chosen(
-        self, raw: jax.Array, edited: jax.Array, given: SampleInput | None, with_logprobs: bool
-    ) -> tuple[jax.Array, Readout | None, jax.Array]:
-        tokens = choose(edited, given)
+        self, raw: jax.Array, edited: jax.Array, parameters: SampleInput | None, *, with_logprobs: bool
+    ) -> tuple[jax.Array, TokenLogprobs | None, jax.Array]:
+        tokens = choose(edited, parameters)
         if with_logprobs:
             return tokens, *read(raw, tokens, self.max_logprobs)
         return tokens, None, finite_rows(raw)
 
-    def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> tuple[Readout, jax.Array]:
-        self.compiles["read"] += 1
-        logits = self._model(params).logits(hidden)
-        return read(logits, targets, self.max_logprobs)
+    def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> tuple[TokenLogprobs, jax.Array]:
+        return read(self._trace_logits(params, hidden), targets, self.max_logprobs)
 
     def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        self.compiles["read"] += 1
         model = self._model(params)
         if self._reads_at_once:
             return relative(*label_readout.read_labels(hidden, model.head, labels))
         return read_labels(model.logits(hidden), labels)
 
     def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        self.compiles["read"] += 1
         model = self._model(params)
         logits = model.logits(hidden)
         if self._reads_at_once:  # for the bits of shorter lists, though the head is multiplied twice
             _, normalisers = label_readout.read_labels(hidden, model.head, jnp.zeros((len(hidden), 1), jnp.int32))
             return relative(logits, normalisers)
         return normalised(logits, logits)
-
-    def _trace_classify(self, params: Params, hidden: jax.Array) -> jax.Array:
-        self.compiles["classify"] += 1
-        return self._model(params).logits(hidden)

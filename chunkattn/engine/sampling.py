@@ -11,6 +11,7 @@ import numpy as np
 
 from chunkattn.backends.base import StepArray
 from chunkattn.backends.cpu import normaliser as native
+from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.request import Sample
 from chunkattn.engine.step import SampleRow
 from chunkattn.engine.step_sizes import bucket_for, buckets
@@ -80,22 +81,6 @@ class SampleInput(NamedTuple):
     min_p: StepArray
 
 
-class Readout(NamedTuple):
-    """Log-probabilities of the raw distribution, one row for each of `R` rows.
-
-    Attributes:
-        target: float32 `[R]` log-probabilities of the target tokens.
-        rank: int32 `[R]` ranks of the target tokens, 1 for the likeliest.
-        top_ids: int32 `[R, K]` likeliest tokens, descending.
-        top: float32 `[R, K]` log-probabilities of `top_ids`.
-    """
-
-    target: StepArray
-    rank: StepArray
-    top_ids: StepArray
-    top: StepArray
-
-
 def empty_input(size: int, vocab_size: int) -> SampleInput:
     """Return parameters of a block of `size` rows without requests, for compilation.
 
@@ -103,9 +88,14 @@ def empty_input(size: int, vocab_size: int) -> SampleInput:
         size: number of rows `R`.
         vocab_size: number of token ids.
     """
-    pairs = (np.zeros((size, 2), np.uint32), np.zeros((size, 2), np.int32))
-    ones = np.ones(size, np.float32)
-    return SampleInput(ones, *pairs, np.full(size, vocab_size, np.int32), ones, np.zeros(size, np.float32))
+    return SampleInput(
+        np.zeros(size, np.float32),
+        np.zeros((size, 2), np.uint32),
+        np.zeros((size, 2), np.int32),
+        np.full(size, vocab_size, np.int32),
+        np.ones(size, np.float32),
+        np.zeros(size, np.float32),
+    )
 
 
 def edit_widths(vocab_size: int) -> tuple[int, ...]:
@@ -156,28 +146,19 @@ def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleIn
         size: one of `Runner.sample_sizes`.
         vocab_size: number of token ids.
     """
-    params = [sample.params for _, sample, _ in block]
-    if all(p.greedy for p in params):
+    if all(sample.params.greedy for _, sample, _ in block):
         return None
-
-    def column(values: list[Any], dtype: type, fill: float) -> np.ndarray:
-        return np.asarray(values + [fill] * (size - len(values)), dtype)
-
-    seeds = [sample.request.seed for _, sample, _ in block]
-    folds = [(number, len(sample.output_ids)) for _, sample, number in block]
-    top_k = [min(p.top_k, vocab_size) if p.top_k > 0 and not p.greedy else vocab_size for p in params]
-    return SampleInput(
-        column([p.temperature and max(p.temperature, LOWEST_TEMPERATURE) for p in params], np.float32, 0.0),
-        _padded([(s >> 32, s & 0xFFFFFFFF) for s in seeds], size, np.uint32),
-        _padded(folds, size, np.int32),
-        column(top_k, np.int32, vocab_size),
-        column([1.0 if p.greedy else p.top_p for p in params], np.float32, 1.0),
-        column([0.0 if p.greedy else p.min_p for p in params], np.float32, 0.0),
-    )
-
-
-def _padded(rows: list[tuple[int, int]], size: int, dtype: type) -> np.ndarray:
-    return np.asarray(rows + [(0, 0)] * (size - len(rows)), dtype)
+    parameters, rows = empty_input(size, vocab_size), list[tuple[Any, ...]]()
+    for _, sample, number in block:
+        p, seed = sample.params, sample.request.seed
+        kept = (
+            (vocab_size, 1.0, 0.0) if p.greedy else (min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size, p.top_p, p.min_p)
+        )
+        temperature = p.temperature and max(p.temperature, LOWEST_TEMPERATURE)
+        rows.append((temperature, (seed >> 32, seed & 0xFFFFFFFF), (number, len(sample.output_ids)), *kept))
+    for column, values in zip(parameters, zip(*rows, strict=True), strict=True):
+        column[: len(block)] = values
+    return parameters
 
 
 def edit_input(block: list[SampleRow], size: int, vocab_size: int) -> Edits | None:
@@ -299,22 +280,22 @@ def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Ar
     return low[:, None]
 
 
-def choose(logits: jax.Array, given: SampleInput | None) -> jax.Array:
-    """Return int32 `[R]` token ids chosen from logits float32 `[R, V]`: the likeliest if `given` is None.
+def choose(logits: jax.Array, parameters: SampleInput | None) -> jax.Array:
+    """Return int32 `[R]` token ids chosen from logits float32 `[R, V]`: the likeliest if `parameters` is None.
 
     The random numbers of a token depend on seed, sample number and output position only, so the choice is independent of the
     other rows of the batch.
 
     Args:
         logits: float32 `[R, V]`.
-        given: sampling parameters of the rows, or None.
+        parameters: sampling parameters of the rows, or None.
     """
     likeliest = argmax(logits)
-    if given is None:
+    if parameters is None:
         return likeliest
-    scaled = logits / jnp.where(given.temperature > 0, given.temperature, 1.0)[:, None]
+    scaled = logits / jnp.where(parameters.temperature > 0, parameters.temperature, 1.0)[:, None]
     # Truncation is a branch of this program, so that no request waits for the compilation of a second program.
-    limits = (jnp.asarray(given.top_k), jnp.asarray(given.top_p), jnp.asarray(given.min_p))
+    limits = (jnp.asarray(parameters.top_k), jnp.asarray(parameters.top_p), jnp.asarray(parameters.min_p))
     truncates = (limits[0] < logits.shape[1]) | (limits[1] < 1) | (limits[2] > 0)
     scaled = jax.lax.cond(truncates.any(), lambda: truncate(scaled, *limits), lambda: scaled)
 
@@ -323,8 +304,8 @@ def choose(logits: jax.Array, given: SampleInput | None) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, fold[0]), fold[1]), scaled.shape[1:])
 
     # The Gumbel-max trick, as `jax.random.categorical` draws.
-    drawn = argmax(scaled + jax.vmap(noise)(jnp.asarray(given.keys), jnp.asarray(given.fold)))
-    return jnp.where(given.temperature > 0, drawn, likeliest)
+    drawn = argmax(scaled + jax.vmap(noise)(jnp.asarray(parameters.keys), jnp.asarray(parameters.fold)))
+    return jnp.where(parameters.temperature > 0, drawn, likeliest)
 
 
 def argmax(values: jax.Array) -> jax.Array:
@@ -344,7 +325,7 @@ def argmax(values: jax.Array) -> jax.Array:
     return best * width + block.argmax(-1)
 
 
-def read(logits: jax.Array, targets: jax.Array, num_top: int) -> tuple[Readout, jax.Array]:
+def read(logits: jax.Array, targets: jax.Array, num_top: int) -> tuple[TokenLogprobs, jax.Array]:
     """Return the log-probabilities of `targets` int32 `[R]` and of the `num_top` likeliest tokens, and `finite_rows(logits)`.
 
     Args:
@@ -356,7 +337,8 @@ def read(logits: jax.Array, targets: jax.Array, num_top: int) -> tuple[Readout, 
     rank = 1 + (logits > target).sum(-1)
     top, top_ids = jax.lax.top_k(logits, num_top)
     logprobs, finite = normalised(jnp.concatenate([target, top], axis=1), logits)
-    return Readout(logprobs[:, 0], rank, top_ids, logprobs[:, 1:]), finite
+    values: tuple[StepArray, ...] = (logprobs[:, 0], rank, top_ids, logprobs[:, 1:])
+    return TokenLogprobs(*values), finite
 
 
 def read_labels(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:

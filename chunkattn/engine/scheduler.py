@@ -16,10 +16,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 
 from chunkattn.cache.trie import BlockTrie
+from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
 from chunkattn.engine.step import Span
-from chunkattn.engine.step_sizes import StepSizes
 
 _LEAST_ROWS = 128
 """Minimum rows of a step that computes prompts beside decodes: fewer save little time, as all weights are read anyway."""
@@ -34,6 +34,9 @@ Fill = tuple[Sample, Part, int, int, int]
 class Scheduler:
     """Queues of waiting and running requests, both in order, and the blocks of the requests.
 
+    Args:
+        limits: limits of the engine.
+
     Attributes:
         sizes: sizes of the steps.
         trie: cache of blocks, which owns every page.
@@ -46,21 +49,11 @@ class Scheduler:
         changes: number of times that a request or a sample entered a queue, left it or was placed.
     """
 
-    def __init__(
-        self,
-        trie: BlockTrie,
-        *,
-        block_size: int,
-        sizes: StepSizes,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        long_prefill_token_threshold: int | None = None,
-    ) -> None:
-        self.trie, self.block_size, self.sizes = trie, block_size, sizes
-        self.placement = Placement(trie, block_size)
-        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
-        self.max_spans = max_num_seqs + EXTRA_SPANS
-        self.threshold = long_prefill_token_threshold
+    def __init__(self, limits: EngineLimits) -> None:
+        self._config, self.sizes = limits.config, limits.steps
+        self.trie, self.block_size = BlockTrie(limits.num_pages), limits.block_size
+        self.placement = Placement(self.trie, self.block_size)
+        self.max_spans = limits.config.max_num_seqs + EXTRA_SPANS
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.pinned: list[Request] = []
@@ -115,7 +108,7 @@ class Scheduler:
     def _room(self) -> tuple[int, int]:
         """Return the available pages, less one for every sample that may grow, and the available samples."""
         growing = sum(len(r.samples) for r in self.running if r.sampling)
-        return self.trie.num_available - growing, self.max_num_seqs - self.num_samples
+        return self.trie.num_available - growing, self._config.max_num_seqs - self.num_samples
 
     def _still_refused(self, request: Request) -> bool:
         """Return whether the request was refused before and the room has not grown: walking its blocks again is slow."""
@@ -255,7 +248,7 @@ class Scheduler:
         budget = self.sizes.trimmed(tokens)
         if 2 * (budget - len(decoding)) < tokens - len(decoding):  # the decodes come back, and prompts would creep
             budget = tokens
-        budget = min(budget, self.max_num_batched_tokens)
+        budget = min(budget, self._config.max_num_batched_tokens)
         if beside_decodes is not None and filling and any(s.output_ids for s in decoding):
             most = max(beside_decodes(), _LEAST_ROWS, 2 * len(decoding))
             budget = min(budget, max(size for size in self.sizes.buckets if size <= max(most, self.sizes.buckets[0])))
@@ -271,8 +264,8 @@ class Scheduler:
 
     def _prefill_turns(self, filling: list[Sample], left: dict[Sample, int], budget: int) -> Iterator[tuple[Sample, int]]:
         """Yield samples, each with the number of prompt tokens it may compute, in turn; the caller stops at the budget."""
-        if self.threshold is not None:
-            yield from ((s, self.threshold) for s in filling)
+        if (threshold := self._config.long_prefill_token_threshold) is not None:
+            yield from ((s, threshold) for s in filling)
         elif filling:
             yield filling[0], -(-budget // 2)
             yield from ((s, budget) for s in sorted(filling[1:], key=lambda s: (s.request.priority, left[s])))

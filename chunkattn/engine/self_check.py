@@ -71,7 +71,7 @@ def checked(backend: AttentionBackend, *, weighs: bool, batch_invariant: bool) -
 
 def compare(backend: AttentionBackend, *, weighs: bool, batch_invariant: bool) -> Verdict:
     """Compare a backend with `xla` over small steps of every kind; see `checked` for the arguments."""
-    spec, found = backend.spec, dict[str, float | str]()
+    spec, results = backend.spec, dict[str, float | str]()
     plain = spec.windows != (None,)
     kinds = ["prefill", "decode"] if plain else ["prefill with chunks", "decode", "packed scores"]
     for window in spec.windows:
@@ -85,10 +85,10 @@ def compare(backend: AttentionBackend, *, weighs: bool, batch_invariant: bool) -
             try:
                 differences = list(pair.differences(steps))
             except Exception as error:  # a compiler and a device may raise anything
-                found[name] = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
+                results[name] = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
                 continue
-            found[name] = float(np.max(differences[-_DECODES:] if kind == "decode" else differences))
-    return Verdict(TOLERANCE[spec.dtype.name], found)
+            results[name] = float(np.max(differences[-_DECODES:] if kind == "decode" else differences))
+    return Verdict(TOLERANCE[spec.dtype.name], results)
 
 
 def _steps(kind: str, block_size: int, *, plain: bool, weighs: bool) -> list[AttentionBatch]:

@@ -90,14 +90,14 @@ class Step:
         Args:
             finite: bool `[T]`, False for rows with a value that is not finite; padding may have either.
         """
-        found: dict[Request, tuple[int, int]] = {}
+        failed: dict[Request, tuple[int, int]] = {}
         if finite[: self.num_rows].all():
-            return found
+            return failed
         for span, rows in self.rows():
             if not finite[rows].all():
                 offset = int(finite[rows].argmin())
-                found.setdefault(span.sample.request, (span.start + offset, int(self.arrays.token_ids[rows][offset])))
-        return found
+                failed.setdefault(span.sample.request, (span.start + offset, int(self.arrays.token_ids[rows][offset])))
+        return failed
 
     def computed_rows(self, is_alive: Callable[[Request], bool]) -> np.ndarray:
         """Return bool `[T]`, whether a row's token is computed, for a request that has not ended.

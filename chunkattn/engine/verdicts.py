@@ -112,9 +112,10 @@ def _source(backend: type[AttentionBackend]) -> str:
     """Return a digest of the source of the backends, of their comparison, and of the module of a foreign backend."""
     root = Path(__file__).parent.parent
     files = [*sorted(root.glob("backends/**/*.py")), root / "testing.py", root / "engine" / "self_check.py"]
-    own = getattr(sys.modules.get(backend.__module__), "__file__", None)
+    if module_file := getattr(sys.modules.get(backend.__module__), "__file__", None):
+        files.append(Path(module_file))
     digest = xxhash.xxh3_128()
-    for file in files + ([Path(own)] if own else []):
+    for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
@@ -131,8 +132,8 @@ def read_verdict(key: dict[str, Any]) -> Verdict | None:
     if not os.path.exists(file):  # False, too, in a folder that cannot be read
         return None
     try:
-        found_key, verdict = _load(file)
-        if found_key != key:
+        stored_key, verdict = _load(file)
+        if stored_key != key:
             raise ModelError(f"{file} is the verdict of another machine or setting")
     except ModelError as error:
         logger.warning("attention_backend auto: the kernel is compared with xla again, because %s", error)

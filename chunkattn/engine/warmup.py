@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from chunkattn.engine.host_calls import ALONE
+from chunkattn.engine.host_calls import alone
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.step import StepBuilder
@@ -87,7 +87,7 @@ class WarmUp:
             pages = min(-(-longest // builder.block_size), self._widths[-1])
             self._widths = self._widths[: self._widths.index(bucket_for(pages, self._widths)) + 1]
         if threads is None:
-            compiles_apart = jax.default_backend() != "cpu" and runner.hosts is ALONE
+            compiles_apart = jax.default_backend() != "cpu" and runner.tell is alone
             threads = min(os.cpu_count() or 1, _MOST_THREADS) if compiles_apart else 0
         self._threads = ThreadPoolExecutor(threads, "warm-up") if threads else None
         self._parts = deque(self._plan())
@@ -186,11 +186,12 @@ class WarmUp:
         sizes = self._builder.token_buckets
         short = next(size for size in sizes if size >= SMALLEST_STEP)
         decodes, others = [size for size in sizes if size < short], [size for size in sizes if size > short]
-        steps = {rows: [self._first_step(rows, width), self._timed_step(rows, width)] for rows in sizes}
+        timed = {rows: Part("timing", f"timed step of {rows} rows", partial(self._time, rows, width)) for rows in sizes}
+        steps = {rows: [self._first_step(rows, width), timed[rows]] for rows in sizes}
         likeliest, *readouts = self._readouts(self._runner.picked_sizes[0])
         parts: list[Part] = [*(steps[rows][0] for rows in (*decodes, short)), likeliest]
         self.first = len(parts)
-        parts += [steps[rows][1] for rows in (*decodes, short)] + [part for rows in others[-1:] for part in steps[rows]]
+        parts += [timed[rows] for rows in (*decodes, short)] + [part for rows in others[-1:] for part in steps[rows]]
         parts += readouts
         parts += [part for rows in others[:-1] for part in steps[rows]]
         parts += [part for size in self._runner.picked_sizes[1:] for part in self._readouts(size)]
@@ -205,36 +206,27 @@ class WarmUp:
 
     def _step(self, rows: int, width: int) -> Part:
         """Return a step of padding rows."""
-        return Part("step", f"step of {rows} rows, {width} pages", partial(self._run, rows, width), self._compiles(rows, width))
+        run, ahead = partial(self._run, rows, width), partial(self._compile, rows, width)
+        return Part("step", f"step of {rows} rows, {width} pages", run, ahead)
 
     def _first_step(self, rows: int, width: int) -> Part:
         """Return a step and the programs that pick its rows, which do not depend on the width."""
-        name = f"step of {rows} rows, {width} pages, and the picks of its rows"
-
-        def run() -> None:
-            self._runner.warm_picks(self._run(rows, width))
-
-        return Part("step", name, run, self._compiles(rows, width))
-
-    def _timed_step(self, rows: int, width: int) -> Part:
-        """Return a compiled step to time for the rate meter."""
-
-        def run() -> None:
-            self._meter.forget()
-            self._meter.add(time.perf_counter(), rows, 0)
-            self._run(rows, width).block_until_ready()
-            self._meter.finish()
-
-        return Part("timing", f"timed step of {rows} rows", run)
+        part = self._step(rows, width)
+        return part._replace(name=f"{part.name}, and the picks of its rows", run=lambda: self._runner.warm_picks(part.run()))
 
     def _run(self, rows: int, width: int) -> jax.Array:
         """Run a step of padding rows, and return its hidden states."""
         return self._runner.forward(self._builder.empty(rows, width))[0]
 
-    def _compiles(self, rows: int, width: int) -> Callable[[], float]:
-        def compiles() -> float:
-            began = time.perf_counter()
-            self._runner.lower(self._builder.empty(rows, width), self._runner.pool.num_pages).compile()
-            return time.perf_counter() - began
+    def _compile(self, rows: int, width: int) -> float:
+        """Compile a step, and return the seconds."""
+        began = time.perf_counter()
+        self._runner.lower(self._builder.empty(rows, width), self._runner.pool.num_pages).compile()
+        return time.perf_counter() - began
 
-        return compiles
+    def _time(self, rows: int, width: int) -> None:
+        """Time a compiled step for the rate meter."""
+        self._meter.forget()
+        self._meter.add(time.perf_counter(), rows, 0)
+        self._run(rows, width).block_until_ready()
+        self._meter.finish()

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from chunkattn.errors import ModelError
-from chunkattn.local_files import is_present, read_object
+from chunkattn.local_files import is_present, read_object, read_present
 from chunkattn.models.activation import activation_of
 
 if TYPE_CHECKING:
@@ -26,30 +25,11 @@ _QUERY, _DOCUMENT, _INSTRUCTION = (f"{name}{'zqx'}{name}" for name in ("query", 
 """Texts that stand for the users' while a chat template is rendered."""
 
 
-@dataclass(frozen=True)
-class CrossEncoder:
-    """Description of a cross-encoder.
+def read_cross_encoder(folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None) -> dict[str, Any]:
+    """Return the fields of `chunkattn.models.reranker.RerankerTraits` that a folder's files set; none for another model.
 
-    Attributes:
-        text: text for the model, with `{query}`, `{document}` and perhaps `{instruction}`; None if the files tell none. It
-            holds all special tokens, the leading ones included.
-        instruction: default of `{instruction}`; None if the text has no such place.
-        labels: token ids whose logits are the score: relevant, and perhaps not relevant. Empty for a classifier.
-        activation: name in `chunkattn.models.activation.ACTIVATIONS` of the function of a score; None for the default.
-    """
-
-    text: str | None = None
-    instruction: str | None = None
-    labels: tuple[int, ...] = ()
-    activation: str | None = None
-
-
-def read_cross_encoder(
-    folder: Path, config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase | None
-) -> CrossEncoder | None:
-    """Return the cross-encoder that a folder holds; None if its files are not those of one.
-
-    A folder without `modules.json` may still name an activation in its `config.json`.
+    A folder without `modules.json` may still name an activation in its `config.json`. The template holds all special tokens,
+    the leading ones included.
 
     Args:
         folder: local folder of the checkpoint.
@@ -59,33 +39,31 @@ def read_cross_encoder(
     Raises:
         ModelError: a file cannot be read, or asks for something that is not supported.
     """
-    model = read_object(folder / _MODEL, ModelError) if is_present(folder / _MODEL) else {}
+    model = read_present(folder / _MODEL)
     modules = _modules(folder / _MODULES) if is_present(folder / _MODULES) else []
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
     if not modules or (model.get("model_type") != "CrossEncoder" and "LogitScore" not in kinds):
-        activation = _configured(folder, config)
-        return None if activation is None else CrossEncoder(activation=activation)
+        return {"activation": _configured(folder, config)}
     if kinds not in (["Transformer"], ["Transformer", "LogitScore"]):
         raise ModelError(
             f"{folder / _MODULES}: a cross-encoder of the modules {', '.join(kinds)} is not supported; supported is "
             "Transformer, alone or with LogitScore"
         )
     activation = activation_of(model.get("activation_fn"), f"{folder / _MODEL}: activation_fn") or _configured(folder, config)
-    text, instruction = (None, None) if tokenizer is None else _prompt(folder, model, tokenizer)
-    labels: tuple[int, ...] = ()
+    traits = {"activation": activation, **({} if tokenizer is None else _prompt(folder, model, tokenizer))}
     if len(modules) > 1:
         place = str(modules[1].get("path"))
         if Path(place).name != place:
             raise ModelError(f"{folder / _MODULES}: the path {place!r} must be the name of a folder beside the file")
-        labels = _labels(folder / place / "config.json")
-    return CrossEncoder(text, instruction, labels, activation)
+        traits["labels"] = _labels(folder / place / "config.json")
+    return traits
 
 
 def _configured(folder: Path, config: PretrainedConfig) -> str | None:
     """Return the activation in `config.json`, under the key of today or that of versions before 4."""
-    own = getattr(config, "sentence_transformers", None)
-    if isinstance(own, Mapping) and "activation_fn" in own:
-        return activation_of(own["activation_fn"], f"{folder / 'config.json'}: sentence_transformers.activation_fn")
+    section = getattr(config, "sentence_transformers", None)
+    if isinstance(section, Mapping) and "activation_fn" in section:
+        return activation_of(section["activation_fn"], f"{folder / 'config.json'}: sentence_transformers.activation_fn")
     key = "sbert_ce_default_activation_function"
     return activation_of(getattr(config, key, None), f"{folder / 'config.json'}: {key}")
 
@@ -102,16 +80,16 @@ def _modules(file: Path) -> list[dict[str, Any]]:
 
 def _labels(file: Path) -> tuple[int, ...]:
     """Return the token ids of a `LogitScore` module."""
-    found = read_object(file, ModelError)
-    labels = [label for name in ("true_token_id", "false_token_id") if (label := found.get(name)) is not None]
-    if found.get("true_token_id") is None or not all(type(label) is int and label >= 0 for label in labels):
-        raise ModelError(f"{file}: true_token_id must be a token id, and false_token_id a token id or null; got {found}")
+    fields = read_object(file)
+    labels = [label for name in ("true_token_id", "false_token_id") if (label := fields.get(name)) is not None]
+    if fields.get("true_token_id") is None or not all(type(label) is int and label >= 0 for label in labels):
+        raise ModelError(f"{file}: true_token_id must be a token id, and false_token_id a token id or null; got {fields}")
     return tuple(labels)
 
 
-def _prompt(folder: Path, model: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tuple[str | None, str | None]:
-    """Return the text of the prompt and the default instruction, as `CrossEncoder` holds them."""
-    settings = read_object(folder / _TRANSFORMER, ModelError) if is_present(folder / _TRANSFORMER) else {}
+def _prompt(folder: Path, model: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Return the traits of the prompt; none if the template does not tell it."""
+    settings = read_present(folder / _TRANSFORMER)
     if settings.get("do_lower_case"):
         raise ModelError(f"{folder / _TRANSFORMER}: do_lower_case is not supported; texts are read as they are")
     prompts, name = model.get("prompts"), model.get("default_prompt_name")
@@ -120,19 +98,21 @@ def _prompt(folder: Path, model: Mapping[str, Any], tokenizer: PreTrainedTokeniz
         raise ModelError(f"{folder / _MODEL}: the prompt {name!r} must be a text, got {default!r}")
     modalities = settings.get("modality_config")
     chats = "message" in modalities if isinstance(modalities, Mapping) else bool(getattr(tokenizer, "chat_template", None))
-    if not chats:
-        return _pair(tokenizer, default)
-    form = modalities.get("message") if isinstance(modalities, Mapping) else None
-    options = settings.get("processing_kwargs")
-    chat = _Chat(
-        tokenizer,
-        structured=_is_structured(form, tokenizer),
-        options={**(options.get("chat_template") or {})} if isinstance(options, Mapping) else {},
-    )
-    if (plain := chat.render(default)) is None:
-        logger.warning("%s: its chat template does not show a query and then a document, so the prompt is unknown", folder)
-        return None, None
-    return chat.with_instruction(plain, default)
+    if chats:
+        form = modalities.get("message") if isinstance(modalities, Mapping) else None
+        options = settings.get("processing_kwargs")
+        chat = _Chat(
+            tokenizer,
+            structured=_is_structured(form, tokenizer),
+            options={**(options.get("chat_template") or {})} if isinstance(options, Mapping) else {},
+        )
+        if (plain := chat.render(default)) is None:
+            logger.warning("%s: its chat template does not show a query and then a document, so the prompt is unknown", folder)
+            return {}
+        template, instruction = chat.with_instruction(plain, default)
+    else:
+        template, instruction = _pair(tokenizer, default)
+    return {"template": template, "instruction": instruction, "is_whole": True}
 
 
 def _is_structured(form: Any, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -153,8 +133,8 @@ class _Chat:
 
     def render(self, instruction: str | None) -> str | None:
         """Return the text with `{query}` and `{document}`; None if the template does not hold both, once and in this order."""
-        given = [("system", instruction)] if instruction else []
-        messages = [self._message(*message) for message in [*given, ("query", _QUERY), ("document", _DOCUMENT)]]
+        system = [("system", instruction)] if instruction else []
+        messages = [self._message(*message) for message in [*system, ("query", _QUERY), ("document", _DOCUMENT)]]
         try:
             text = self._tokenizer.apply_chat_template(messages, **{**self._options, "tokenize": False})
         except Exception as error:  # the template raises what it likes
@@ -175,8 +155,8 @@ class _Chat:
         fits = plain.startswith(before) and plain.endswith(after) and len(plain) >= len(before) + len(after)
         if not mark or _INSTRUCTION in after or not fits or "{document}" not in after:
             return plain, None
-        own = plain[len(before) : len(plain) - len(after)]
-        return f"{before}{{instruction}}{after}", default if default and default.strip() == own else own
+        shown = plain[len(before) : len(plain) - len(after)]
+        return f"{before}{{instruction}}{after}", default if default and default.strip() == shown else shown
 
     def _message(self, role: str, text: str) -> dict[str, Any]:
         return {"role": role, "content": [{"type": "text", "text": text}] if self._structured else text}

@@ -35,18 +35,16 @@ _HOLDS = (
     (("*.zip", "*.tar", "*.tar.*", "*.tgz", "*.7z"), "it holds an archive; unpack it and pass the folder inside"),
 )
 """Patterns of files, any of which tells what a folder holds, with the words."""
+_ZIP = b"PK\x03\x04"
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAGIC = (
-    (b"PK\x03\x04", (".bin", ".pt", ".pth", ".ckpt"), "a pickle of PyTorch; pass a safetensors folder or a GGUF file"),
-    (b"PK\x03\x04", ("",), "a zip archive; unpack it and pass the folder inside"),
+    ((_ZIP, b"\x80"), _PICKLES, "a pickle of PyTorch; pass a safetensors folder or a GGUF file"),
+    (_ZIP, ("",), "a zip archive; unpack it and pass the folder inside"),
     (b"\x1f\x8b", ("",), "a gzip archive; unpack it and pass the folder inside"),
     (b"7z\xbc\xaf", ("",), "a 7z archive; unpack it and pass the folder inside"),
-    (b"\x80", (".bin", ".pt", ".pth", ".ckpt", ".pkl"), "a pickle of PyTorch; pass a safetensors folder or a GGUF file"),
     (b"\x89HDF", ("",), "a file of TensorFlow; pass a safetensors folder or a GGUF file"),
-    (b"lmgg", ("",), "of llama.cpp's format before GGUF; convert the model anew"),
-    (b"fmgg", ("",), "of llama.cpp's format before GGUF; convert the model anew"),
-    (b"tjgg", ("",), "of llama.cpp's format before GGUF; convert the model anew"),
-    (b"", (".safetensors",), "one file of a checkpoint; pass its folder, {parent}"),
-    (b"", (".json", ".model", ".jinja"), "one file of a checkpoint; pass its folder, {parent}"),
+    ((b"lmgg", b"fmgg", b"tjgg"), ("",), "of llama.cpp's format before GGUF; convert the model anew"),
+    (b"", (".safetensors", ".json", ".model", ".jinja"), "one file of a checkpoint; pass its folder, {parent}"),
     (b"", (".onnx",), "an ONNX model; pass a safetensors folder or a GGUF file"),
     (b"", (".tar",), "an archive; unpack it and pass the folder inside"),
 )
@@ -148,7 +146,7 @@ def explain_folder(folder: Path) -> str | None:
     """
     if (folder / "snapshots").is_dir() and folder.name.startswith("models--"):
         hub_id = folder.name.removeprefix("models--").replace("--", "/")
-        where = "" if (found := _snapshot(folder)) is None else f", or the folder {found}"
+        where = "" if (snapshot := _snapshot(folder)) is None else f", or the folder {snapshot}"
         return f"it is the folder of {hub_id!r} in the hub's cache; pass the hub id {hub_id!r}{where}"
     if cached := next(iter(sorted(folder.glob("models--*"))), None):
         hub_id = cached.name.removeprefix("models--").replace("--", "/")

@@ -9,7 +9,7 @@ from typing import Any
 
 from chunkattn.config import GENERATION_AUTO, GENERATION_NONE, SamplingParams
 from chunkattn.errors import ConfigError, ModelError, RequestError
-from chunkattn.local_files import is_present, read_object
+from chunkattn.local_files import is_present, read_object, read_present
 from chunkattn.models.gguf_file import GGUFFile
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def read_generation_config(option: str, path: Path) -> tuple[Path, dict[str, Any
     """
     if option in (GENERATION_AUTO, *GENERATION_NONE):
         file = path / FILE_NAME
-        return file, read_object(file, ModelError) if is_present(file) else {}
+        return file, read_present(file)
     named = Path(option).expanduser()
     file = named if named.is_file() else named / FILE_NAME
     if not is_present(file):
@@ -64,13 +64,13 @@ def read_generation_config(option: str, path: Path) -> tuple[Path, dict[str, Any
     return file, read_object(file, ConfigError, "generation_config")
 
 
-def sampling_defaults(option: str, file: Path, found: Mapping[str, Any], gguf: GGUFFile | None) -> dict[str, Any]:
+def sampling_defaults(option: str, file: Path, config: Mapping[str, Any], gguf: GGUFFile | None) -> dict[str, Any]:
     """Return the model's defaults of `SamplingParams`, by name. One log line tells them, and the keys that are not applied.
 
     Args:
         option: `generation_config` of the engine.
         file: file of the generation configuration.
-        found: the generation configuration.
+        config: the generation configuration.
         gguf: opened GGUF file, whose metadata count with `"auto"`; None for a folder.
 
     Raises:
@@ -78,22 +78,22 @@ def sampling_defaults(option: str, file: Path, found: Mapping[str, Any], gguf: G
     """
     if option in GENERATION_NONE:
         return {}
-    source, taken, unused = str(file), _TAKEN, [key for key, value in found.items() if _counts(key, value)]
+    source, taken, unused = str(file), _TAKEN, [key for key, value in config.items() if _counts(key, value)]
     if gguf is not None and option == GENERATION_AUTO:
         names = [key.removeprefix(_GGUF) for key in gguf.metadata.values if key.startswith(_GGUF)]
-        found = {name: gguf.get(f"{_GGUF}{name}", (int, float, str)) for name in names}
+        config = {name: gguf.get(f"{_GGUF}{name}", (int, float, str)) for name in names}
         source, taken, unused = str(gguf.path), _GGUF_TAKEN, [name for name in names if name not in _GGUF_TAKEN]
-    defaults = {own: _number(found[name]) for name, own in taken.items() if found.get(name) is not None}
+    defaults = {parameter: _number(config[name]) for name, parameter in taken.items() if config.get(name) is not None}
     try:
         checked = SamplingParams(**defaults)
     except RequestError as error:
         raise ModelError(f"{source}: {error}; correct the file, or ignore it with generation_config='none'") from None
     defaults = {name: getattr(checked, name) for name in defaults}
     if defaults or unused:
-        told = ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"
+        text = ", ".join(f"{name} {value:g}" for name, value in defaults.items()) or "none"
         level = logging.WARNING if unused else logging.INFO
         rest = f"; not applied: {', '.join(unused)}" if unused else ""
-        logger.log(level, "sampling defaults of the model, for requests that leave them out, from %s: %s%s", source, told, rest)
+        logger.log(level, "sampling defaults of the model, for requests that leave them out, from %s: %s%s", source, text, rest)
     return defaults
 
 

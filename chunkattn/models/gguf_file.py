@@ -54,17 +54,22 @@ class GGUFFile:
     metadata: GGUFMetadata
     tensors: dict[str, StoredTensor]
 
+    def fault(self, text: str) -> ModelError:
+        """Return the error for a fault of the file."""
+        return ModelError(f"{self.path}: {text}")
+
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """Return a value of the metadata, or `default` if the file has none.
 
         Args:
-            key: full name of the key.
+            key: name of the key; one that begins with a dot is of the file's architecture.
             kind: type, or types, that the value must have. An array is a list of strings, integers, floats or bools.
             default: value of a missing key.
 
         Raises:
             ModelError: the value has another type, or is damaged.
         """
+        key = self.full(key)
         if key not in self.metadata.values:
             return default
         value = self.metadata.values[key]
@@ -72,10 +77,10 @@ class GGUFFile:
             try:
                 value = self.metadata.elements(value)
             except ValueError as error:
-                raise ModelError(f"{self.path}: the metadata {key!r} cannot be read ({error}); the file is damaged") from error
+                raise self.fault(f"the metadata {key!r} cannot be read ({error}); the file is damaged") from error
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ModelError(
-                f"{self.path}: the metadata {key!r} has the wrong type, {type(value).__name__}; get the file again, or convert "
+            raise self.fault(
+                f"the metadata {key!r} has the wrong type, {type(value).__name__}; get the file again, or convert "
                 "the model anew with llama.cpp"
             )
         return value
@@ -84,7 +89,7 @@ class GGUFFile:
         """Return an array of the metadata, or None if the file has none.
 
         Args:
-            key: full name of the key.
+            key: see `get`.
             kind: type that every element must have; bools are no integers, and integers are floats.
 
         Raises:
@@ -93,22 +98,26 @@ class GGUFFile:
         values = self.get(key, list)
         # The elements of an array have one type.
         if values and (type(values[0]), kind) not in ((kind, kind), (int, float)):
-            raise ModelError(f"{self.path}: the metadata {key!r} must hold {kind.__name__}, not {type(values[0]).__name__}")
+            raise self.fault(f"the metadata {key!r} must hold {kind.__name__}, not {type(values[0]).__name__}")
         return values
 
     def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
         """Return a value of the metadata that the file must have; see `get`.
 
         Args:
-            key: full name of the key.
+            key: see `get`.
             kind: type, or types, that the value must have.
 
         Raises:
             ModelError: the key is missing, or its value has another type.
         """
-        if key not in self.metadata.values:
-            raise ModelError(f"{self.path}: the metadata {key!r} is missing; convert the model anew with llama.cpp")
+        if self.full(key) not in self.metadata.values:
+            raise self.fault(f"the metadata {self.full(key)!r} is missing; convert the model anew with llama.cpp")
         return self.get(key, kind)
+
+    def full(self, key: str) -> str:
+        """Return the full name of a key, see `get`."""
+        return f"{self.need('general.architecture', str)}{key}" if key.startswith(".") else key
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, the outermost axis first.
@@ -145,14 +154,12 @@ class GGUFFile:
                 with np.errstate(all="ignore"):
                     values = dequantize(data, stored.tensor_type)
             except NotImplementedError:
-                raise ModelError(
-                    f"{self.path}: tensor {name!r} has type {stored.tensor_type.name}, which the gguf package cannot "
+                raise self.fault(
+                    f"tensor {name!r} has type {stored.tensor_type.name}, which the gguf package cannot "
                     "dequantise; use a file of another quantisation, such as Q8_0 or Q4_K_M"
                 ) from None
             if not np.isfinite(values).all():
-                raise ModelError(
-                    f"{self.path}: tensor {name!r} holds NaN or infinite values; the file is damaged, get it again"
-                )
+                raise self.fault(f"tensor {name!r} holds NaN or infinite values; the file is damaged, get it again")
             out[piece] = values[(slice(None), *cut)]
         return out
 

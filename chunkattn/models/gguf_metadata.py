@@ -101,12 +101,12 @@ class GGUFMetadata:
         """
         if array.kind != _STRING and array.length:
             return np.frombuffer(self._bytes, _dtype(array.kind), array.length, array.start).tolist()
-        found, at, data, unpack = [], array.start, self._bytes, struct.Struct("<Q").unpack_from
+        texts, at, data, unpack = [], array.start, self._bytes, struct.Struct("<Q").unpack_from
         for _ in range(array.length):
             end = at + 8 + unpack(data, at)[0]
-            found.append(str(data[at + 8 : end], "utf-8"))
+            texts.append(str(data[at + 8 : end], "utf-8"))
             at = end
-        return found
+        return texts
 
     def _take(self, size: int) -> int:
         """Step over some bytes of the file, and return where they begin."""

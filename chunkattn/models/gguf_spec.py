@@ -68,43 +68,41 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     architecture = file.need("general.architecture", str)
     if architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise ModelError(f"{file.path}: GGUF architecture {architecture!r} is not supported; supported are {known}")
+        raise file.fault(f"GGUF architecture {architecture!r} is not supported; supported are {known}")
     for key, meaning in _REFUSED.items():
-        if file.get(f"{architecture}.{key}", (int, float, list), 0):
-            raise ModelError(f"{file.path}: {architecture}.{key} is set: {meaning} are not supported")
-    if not file.get(f"{architecture}.attention.causal", bool, True):
-        raise ModelError(f"{file.path}: attention.causal is false: models with bidirectional attention are not supported")
+        if file.get(f".{key}", (int, float, list), 0):
+            raise file.fault(f"{architecture}.{key} is set: {meaning} are not supported")
+    if not file.get(".attention.causal", bool, True):
+        raise file.fault("attention.causal is false: models with bidirectional attention are not supported")
 
     def integer(key: str, default: int | None = None) -> int:
-        name = f"{architecture}.{key}"
+        name = f".{key}"
         value = file.need(name, (int, list)) if default is None else file.get(name, (int, list), default)
         per_layer = file.array(name, int) or [] if isinstance(value, list) else [value]
         if len(set(per_layer)) != 1:
-            raise ModelError(f"{file.path}: {name} differs between layers, which is not supported")
+            raise file.fault(f"{file.full(name)} differs between layers, which is not supported")
         return int(per_layer[0])
 
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in file.tensors:
-            raise ModelError(f"{file.path}: tensor {name!r} is missing; the file is incomplete, get it again")
+            raise file.fault(f"tensor {name!r} is missing; the file is incomplete, get it again")
     if len(file.shape("token_embd.weight")) != 2:
-        raise ModelError(f"{file.path}: tensor 'token_embd.weight' is no matrix; the file is damaged, get it again")
+        raise file.fault("tensor 'token_embd.weight' is no matrix; the file is damaged, get it again")
     indices = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if len(indices) != (layers := integer("block_count")):
-        raise ModelError(f"{file.path}: the file has {len(indices)} layers of tensors, block_count says {layers}; get it again")
+        raise file.fault(f"the file has {len(indices)} layers of tensors, block_count says {layers}; get it again")
     heads, hidden = integer("attention.head_count"), integer("embedding_length")
     if heads < 1:
-        raise ModelError(f"{file.path}: {architecture}.attention.head_count must be positive, got {heads}")
+        raise file.fault(f"{architecture}.attention.head_count must be positive, got {heads}")
     head_dim, context = integer("attention.key_length", hidden // heads), integer("context_length")
     for key in ("attention.value_length", "rope.dimension_count"):
-        if (found := integer(key, head_dim)) != head_dim:
-            raise ModelError(f"{file.path}: {architecture}.{key} {found} other than the head size {head_dim} is not supported")
+        if (size := integer(key, head_dim)) != head_dim:
+            raise file.fault(f"{architecture}.{key} {size} other than the head size {head_dim} is not supported")
     window = integer("attention.sliding_window", 0)
     if 0 < window < context:
-        raise ModelError(
-            f"{file.path}: a sliding window ({window} tokens) is not read from GGUF; use the model's safetensors checkpoint"
-        )
-    theta = float(file.get(f"{architecture}.rope.freq_base", (int, float), 10000.0))
-    classes = _class_names(file, architecture)
+        raise file.fault(f"a sliding window ({window} tokens) is not read from GGUF; use the model's safetensors checkpoint")
+    theta = float(file.get(".rope.freq_base", (int, float), 10000.0))
+    classes = _class_names(file)
     settings = {
         "architectures": ["Qwen3ForSequenceClassification" if classes else ARCHITECTURES[architecture]],
         **({"id2label": dict(enumerate(classes))} if classes else {}),
@@ -116,8 +114,8 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
         "num_key_value_heads": integer("attention.head_count_kv", heads),
         "head_dim": head_dim,
         "max_position_embeddings": context,
-        "rms_norm_eps": float(file.need(f"{architecture}.attention.layer_norm_rms_epsilon", float)),
-        "rope_parameters": {"rope_theta": theta, **_scaling(file, architecture)},
+        "rms_norm_eps": float(file.need(".attention.layer_norm_rms_epsilon", float)),
+        "rope_parameters": {"rope_theta": theta, **_scaling(file)},
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": list(read_vocabulary(file).end_ids) or None,
         "dtype": _dtype(file),
@@ -125,7 +123,7 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     try:
         return AutoConfig.for_model(architecture, **settings)
     except Exception as error:  # transformers' configurations validate themselves, with errors of many classes
-        raise ModelError(f"{file.path}: the metadata describe no valid {architecture} model: {error}") from error
+        raise file.fault(f"the metadata describe no valid {architecture} model: {error}") from error
 
 
 def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
@@ -141,7 +139,7 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
     try:
         spec = spec_from_config(config)
     except ModelError as error:
-        raise ModelError(f"{file.path}: {error}") from None
+        raise file.fault(f"{error}") from None
     return dataclasses.replace(
         spec,
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
@@ -151,7 +149,7 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
     )
 
 
-def _class_names(file: GGUFFile, architecture: str) -> list[str]:
+def _class_names(file: GGUFFile) -> list[str]:
     """Return the names of a reranker's classes; empty for a language model.
 
     llama.cpp reads the classes at the last token, normalises them by a softmax, and reports the first one.
@@ -161,26 +159,26 @@ def _class_names(file: GGUFFile, architecture: str) -> list[str]:
     """
     from gguf import PoolingType
 
-    key, names_key = f"{architecture}.pooling_type", f"{architecture}.classifier.output_labels"
+    key, names_key = file.full(".pooling_type"), file.full(".classifier.output_labels")
     pooling, names = file.get(key, int, 0), file.get(names_key, list, [])
     has_head, ranks = f"{_HEAD}.weight" in file.tensors, pooling == PoolingType.RANK
     if pooling and not ranks:
         known = {kind.value: kind.name.lower() for kind in PoolingType}
-        raise ModelError(
-            f"{file.path}: {key} is {pooling} ({known.get(pooling, 'unknown')}): embedding models are not supported, only "
+        raise file.fault(
+            f"{key} is {pooling} ({known.get(pooling, 'unknown')}): embedding models are not supported, only "
             f"language models and rerankers with the head {_HEAD}"
         )
     if not (has_head or ranks or names):
         return []
-    if not (has_head and ranks and architecture == "qwen3") or f"{_HEAD}.bias" in file.tensors:
-        raise ModelError(
-            f"{file.path}: of rerankers, only qwen3 files with the tensor {_HEAD}.weight, no bias, and {key} "
+    if not (has_head and ranks and key.startswith("qwen3.")) or f"{_HEAD}.bias" in file.tensors:
+        raise file.fault(
+            f"of rerankers, only qwen3 files with the tensor {_HEAD}.weight, no bias, and {key} "
             f"{PoolingType.RANK.value} (rank) are supported; convert the model anew with a recent llama.cpp, or use its "
             "safetensors checkpoint"
         )
     rows = file.shape(f"{_HEAD}.weight")[0]
     if names and len(names) != rows:
-        raise ModelError(f"{file.path}: {names_key} names {len(names)} classes, the tensor {_HEAD}.weight has {rows} rows")
+        raise file.fault(f"{names_key} names {len(names)} classes, the tensor {_HEAD}.weight has {rows} rows")
     return list(map(str, names)) or [f"LABEL_{row}" for row in range(rows)]
 
 
@@ -191,11 +189,11 @@ def _with_factors(file: GGUFFile, rotary: RotarySpec) -> RotarySpec:
     fits = file.shape(_ROPE_FACTORS) == rotary.inv_freq.shape
     factors = file.read(_ROPE_FACTORS, np.dtype(np.float32)) if fits else np.zeros(1, np.float32)
     if not (factors > 0).all():
-        raise ModelError(f"{file.path}: tensor {_ROPE_FACTORS!r} must hold {len(rotary.inv_freq)} positive factors")
+        raise file.fault(f"tensor {_ROPE_FACTORS!r} must hold {len(rotary.inv_freq)} positive factors")
     return dataclasses.replace(rotary, inv_freq=rotary.inv_freq / factors)
 
 
-def _scaling(file: GGUFFile, architecture: str) -> dict[str, Any]:
+def _scaling(file: GGUFFile) -> dict[str, Any]:
     """Return the `rope_parameters` of a file's RoPE scaling.
 
     As in llama.cpp, a file without a type has linear scaling, a missing factor or a factor of 0 is 1, `scale_linear` is the
@@ -203,19 +201,19 @@ def _scaling(file: GGUFFile, architecture: str) -> dict[str, Any]:
 
     Source: `llama_model_base::load_hparams` and `llama_context` of https://github.com/ggml-org/llama.cpp
     """
-    kind = file.get(f"{architecture}.rope.scaling.type", str, "linear")
-    legacy = float(file.get(f"{architecture}.rope.scale_linear", (int, float), 1.0))
-    factor = float(file.get(f"{architecture}.rope.scaling.factor", (int, float), legacy)) or 1.0
+    kind = file.get(".rope.scaling.type", str, "linear")
+    legacy = float(file.get(".rope.scale_linear", (int, float), 1.0))
+    factor = float(file.get(".rope.scaling.factor", (int, float), legacy)) or 1.0
     if kind not in ("none", "linear", "yarn"):
-        raise ModelError(f"{file.path}: RoPE scaling {kind!r} is not supported in GGUF; supported are none, linear and yarn")
+        raise file.fault(f"RoPE scaling {kind!r} is not supported in GGUF; supported are none, linear and yarn")
     for key, default in (_YARN if kind == "yarn" else _NOT_YARN).items():
-        if file.get(f"{architecture}.rope.scaling.{key}", (int, float), default) != default:
-            raise ModelError(f"{file.path}: RoPE scaling {kind} with {key} other than {default} is not supported in GGUF")
+        if file.get(f".rope.scaling.{key}", (int, float), default) != default:
+            raise file.fault(f"RoPE scaling {kind} with {key} other than {default} is not supported in GGUF")
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    original = file.need(f"{architecture}.rope.scaling.original_context_length", int)
+    original = file.need(".rope.scaling.original_context_length", int)
     return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
 
 
@@ -254,7 +252,7 @@ class GGUFTensors:
         for name in file.tensors.keys() - {_ROPE_FACTORS}:
             module, _, leaf = name.rpartition(".")
             if module not in modules or leaf not in ("weight", "bias"):
-                raise ModelError(f"{file.path}: tensor {name!r} has no place in {spec.architecture}; the model is unsupported")
+                raise file.fault(f"tensor {name!r} has no place in {spec.architecture}; the model is unsupported")
             self._names[f"{modules[module]}.{leaf}"] = name
 
     def names(self) -> Collection[str]:

@@ -66,19 +66,19 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase:
     if model is None:
         raise ModelError(f"{file.path} has no tokenizer; {_ADVICE}")
     if model not in ("gpt2", "llama"):
-        raise ModelError(f"{file.path}: tokenizer {model!r} is not supported; supported are gpt2 and llama. {_ADVICE}")
+        raise file.fault(f"tokenizer {model!r} is not supported; supported are gpt2 and llama. {_ADVICE}")
     vocabulary = read_vocabulary(file)
     if not vocabulary.tokens:
-        raise ModelError(f"{file.path}: tokenizer.ggml.tokens is missing or empty; {_ADVICE}")
+        raise file.fault(f"tokenizer.ggml.tokens is missing or empty; {_ADVICE}")
     if len(vocabulary.tokens) > (rows := file.shape("token_embd.weight")[0]):
-        raise ModelError(f"{file.path}: {len(vocabulary.tokens)} tokens exceed the {rows} rows of the embedding; {_ADVICE}")
+        raise file.fault(f"{len(vocabulary.tokens)} tokens exceed the {rows} rows of the embedding; {_ADVICE}")
     pre = file.get("tokenizer.ggml.pre", str)
     try:
         backend = _bpe(file, vocabulary, pre) if model == "gpt2" else _sentencepiece(file, vocabulary)
     except ModelError:
         raise
     except Exception as error:  # the tokenizers library has no errors of its own
-        raise ModelError(f"{file.path}: the tokenizer cannot be converted ({error}); {_ADVICE}") from error
+        raise file.fault(f"the tokenizer cannot be converted ({error}); {_ADVICE}") from error
     added = {
         i: AddedToken(text, normalized=False, special=kind != USER_DEFINED, rstrip=_takes_spaces(file, text))
         for i, (text, kind) in enumerate(zip(vocabulary.tokens, vocabulary.kinds, strict=True))
@@ -88,7 +88,7 @@ def tokenizer_from_gguf(file: GGUFFile) -> PreTrainedTokenizerBase:
     named = {f"{name}_token": added.get(i, vocabulary.tokens[i]) for name, i in vocabulary.special.items()}
     adds_bos = file.get("tokenizer.ggml.add_bos_token", bool, model == "llama" or pre in _BOS_BY_DEFAULT)
     if adds_bos and model == "gpt2" and "tokenizer.ggml.bos_token_id" not in file.metadata.values:
-        raise ModelError(f"{file.path}: BOS comes first, but tokenizer.ggml.bos_token_id is missing; {_ADVICE}")
+        raise file.fault(f"BOS comes first, but tokenizer.ggml.bos_token_id is missing; {_ADVICE}")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         add_bos_token=adds_bos and "bos_token" in named,
@@ -105,10 +105,10 @@ def _bpe(file: GGUFFile, vocabulary: Vocabulary, pre: str | None) -> Tokenizer:
 
     if pre not in _SPLITS:
         known = ", ".join(sorted(_SPLITS))
-        raise ModelError(f"{file.path}: tokenizer.ggml.pre {pre!r} is not among the supported {known}; {_ADVICE}")
+        raise file.fault(f"tokenizer.ggml.pre {pre!r} is not among the supported {known}; {_ADVICE}")
     merges = file.array("tokenizer.ggml.merges", str)
     if merges is None:
-        raise ModelError(f"{file.path}: tokenizer.ggml.merges is missing; {_ADVICE}")
+        raise file.fault(f"tokenizer.ggml.merges is missing; {_ADVICE}")
     tokenizer = Tokenizer(
         models.BPE(
             vocab={text: i for i, text in enumerate(vocabulary.tokens)},
@@ -134,9 +134,7 @@ def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> Tokenizer:
     """Return a SentencePiece BPE without added tokens. llama.cpp puts its dummy prefix behind every added token, too."""
     scores = file.array("tokenizer.ggml.scores", float) or [0.0] * len(vocabulary.tokens)
     if len(scores) != len(vocabulary.tokens):
-        raise ModelError(
-            f"{file.path}: tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary.tokens)} tokens; get it again"
-        )
+        raise file.fault(f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary.tokens)} tokens; get it again")
     prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     return sentencepiece_backend(
         Pieces(

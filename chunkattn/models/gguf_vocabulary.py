@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from chunkattn.errors import ModelError
 from chunkattn.models.gguf_file import GGUFFile
 from chunkattn.models.sentencepiece_backend import CONTROL, NORMAL, USER_DEFINED
 
@@ -76,15 +75,13 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     ids = {text: i for i, text in enumerate(tokens)}
     if len(ids) < len(tokens):
         i, text = next((i, text) for i, text in enumerate(tokens) if ids[text] != i)
-        raise ModelError(
-            f"{file.path}: tokens {i} and {ids[text]} of tokenizer.ggml.tokens are both {text!r}; get the file again, or pass "
+        raise file.fault(
+            f"tokens {i} and {ids[text]} of tokenizer.ggml.tokens are both {text!r}; get the file again, or pass "
             "skip_tokenizer_init=True for token ids only"
         )
     kinds = file.array("tokenizer.ggml.token_type", int) or [NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
-        raise ModelError(
-            f"{file.path}: tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens; get the file again"
-        )
+        raise file.fault(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens; get the file again")
     size = len(tokens) or file.shape("token_embd.weight")[0]
     by_key = {key: _special_id(file, key, size) for key in ("eot", "eom", *_FILL_IN)}
     special = {name: _special_id(file, key, size) for name, key in _SPECIAL.items()}
@@ -94,9 +91,9 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
         special |= {name: i for name, i in _SENTENCEPIECE_IDS.items() if name in unnamed and i < size}
     control = {ids[text] for text in (_ENDS | _FILL_IN_PARTS) & ids.keys()}
     for key, texts in _FILL_IN.items():
-        if by_key[key] is None and (found := next((text for text in texts if text in ids), None)) is not None:
-            by_key[key] = ids[found]
-            control.add(ids[found])
+        if by_key[key] is None and (present := next((text for text in texts if text in ids), None)) is not None:
+            by_key[key] = ids[present]
+            control.add(ids[present])
     by_text = sorted(ids[text] for text in _ENDS & ids.keys())
     ends = dict.fromkeys(i for i in (special["eos"], *by_key.values(), *by_text) if i is not None)
     changed = {**dict.fromkeys(control, CONTROL), **{ids[text]: USER_DEFINED for text in _ALWAYS_SHOWN if text in ids}}
@@ -121,12 +118,12 @@ def _special_id(file: GGUFFile, key: str, size: int) -> int | None:
     Raises:
         ModelError: the id is outside the vocabulary.
     """
-    found = file.get(f"tokenizer.ggml.{key}_token_id", int)
-    if found is None or found in _NONE:
+    token_id = file.get(f"tokenizer.ggml.{key}_token_id", int)
+    if token_id is None or token_id in _NONE:
         return None
-    if not 0 <= found < size:
-        raise ModelError(
-            f"{file.path}: tokenizer.ggml.{key}_token_id {found} is outside the {size} tokens of the vocabulary; get the file "
+    if not 0 <= token_id < size:
+        raise file.fault(
+            f"tokenizer.ggml.{key}_token_id {token_id} is outside the {size} tokens of the vocabulary; get the file "
             "again, or convert the model anew with llama.cpp"
         )
-    return int(found)
+    return int(token_id)

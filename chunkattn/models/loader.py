@@ -108,15 +108,15 @@ def open_files(options: EngineConfig) -> ModelFiles:
         loaded = load_tokenizer(options.tokenizer or str(path))
     if loaded is not None:
         check_rows(loaded, spec.vocab_size, options.tokenizer or str(path))
-    own = options.chat_template
-    if own is not None:
+    template = options.chat_template
+    if template is not None:
         if loaded is None:
             raise ConfigError("chat_template needs a tokenizer, and skip_tokenizer_init loads none")
-        loaded.chat_template = own = own_template(loaded, own)
+        loaded.chat_template = template = own_template(loaded, template)
     if path.resolve() == DEMO_FOLDER.resolve():
         reranker = RerankerTraits("plain")
     elif file is not None:
-        reranker = traits_of_gguf(file, config, spec, own)
+        reranker = traits_of_gguf(file, config, spec, template)
     else:
         reranker = traits_of_folder(path, options.model, config, spec, loaded)
     generation_file, generation = read_generation_config(options.generation_config, path)
@@ -181,8 +181,8 @@ def read_config(folder: Path) -> PretrainedConfig:
     file = folder / "config.json"
     if not is_present(file):
         raise ModelError(f"{folder}: no config.json; {explain_folder(folder) or 'is this a Hugging Face model folder?'}")
-    found = read_object(file, ModelError)
-    kind, named = found.get("model_type"), found.get("architectures")
+    fields = read_object(file)
+    kind, named = fields.get("model_type"), fields.get("architectures")
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise ModelError(f"{file}: architectures must be a list of strings, got {named!r}")
     if not isinstance(kind, str):
@@ -191,9 +191,9 @@ def read_config(folder: Path) -> PretrainedConfig:
     if kind not in FAMILIES:
         raise ModelError(f"{file}: {unsupported(f'model_type {kind!r}')}")
     for key in ("dtype", "torch_dtype"):
-        if found.get(key) not in (None, *CHECKPOINT_DTYPES, "float64"):
+        if fields.get(key) not in (None, *CHECKPOINT_DTYPES, "float64"):
             known = ", ".join(CHECKPOINT_DTYPES)
-            raise ModelError(f"{file}: {key} {found[key]!r} is not supported; write one of {known}, or null, into the file")
+            raise ModelError(f"{file}: {key} {fields[key]!r} is not supported; write one of {known}, or null, into the file")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # validation errors of many classes
@@ -237,10 +237,10 @@ def _eos_token_ids(
     Raises:
         ModelError: an id is no integer.
     """
-    found = config.eos_token_id if generation.get("eos_token_id") is None else generation["eos_token_id"]
-    ids = list(found) if isinstance(found, (list, tuple)) else [found]
+    fields = config.eos_token_id if generation.get("eos_token_id") is None else generation["eos_token_id"]
+    ids = list(fields) if isinstance(fields, (list, tuple)) else [fields]
     ids.append(None if tokenizer is None else tokenizer.eos_token_id)
     ids = [i for i in ids if i is not None]
     if not all(type(i) is int for i in ids):
-        raise ModelError(f"{file.parent}: eos_token_id must be integers, got {found!r}")
+        raise ModelError(f"{file.parent}: eos_token_id must be integers, got {fields!r}")
     return tuple(dict.fromkeys(ids))

@@ -67,9 +67,9 @@ def _folder(folder: Path) -> Path:
     if (folder / INDEX_FILE).exists() or any(folder.glob("*.safetensors")):
         logger.warning("%s: its safetensors are loaded, not %s; to load a GGUF file, pass its path", folder, ", ".join(beside))
         return folder
-    found = find_gguf(folder) or folder
-    logger.info("%s has a config.json and no safetensors: %s is loaded", folder, found.name)
-    return found
+    gguf = find_gguf(folder) or folder
+    logger.info("%s has a config.json and no safetensors: %s is loaded", folder, gguf.name)
+    return gguf
 
 
 def _quant_of_folder(folder: Path, quant: str) -> Path:

@@ -68,12 +68,7 @@ def traits_of_folder(
     """
     chat_template = str(getattr(tokenizer, "chat_template", None) or "")  # a text, or texts by name
     traits = _traits(config, spec, chat_template, _names_of_folder(folder, model))
-    if (found := read_cross_encoder(folder, config, tokenizer)) is None:
-        return traits
-    traits = traits._replace(labels=found.labels, activation=found.activation)
-    if found.text is None:
-        return traits
-    return traits._replace(template=found.text, instruction=found.instruction, is_whole=True)
+    return traits._replace(**read_cross_encoder(folder, config, tokenizer))
 
 
 def traits_of_gguf(
@@ -90,11 +85,11 @@ def traits_of_gguf(
     Raises:
         ModelError: a value of the metadata has the wrong type.
     """
-    own = file.get("tokenizer.chat_template.rerank", str, "")
+    template = file.get("tokenizer.chat_template.rerank", str, "")
     keys = ("general.name", "general.basename", "general.base_model.0.name")
     names = iter([*(file.get(key, str, "") for key in keys), _end_of(file.path), _end_of(file.path.resolve())])
     traits = _traits(config, spec, chat_template or file.get("tokenizer.chat_template", str, ""), names)
-    return traits._replace(template=own) if "{query}" in own and "{document}" in own else traits
+    return traits._replace(template=template) if "{query}" in template and "{document}" in template else traits
 
 
 def _traits(config: PretrainedConfig, spec: DecoderSpec, chat_template: str, names: Iterator[str]) -> RerankerTraits:
@@ -102,7 +97,7 @@ def _traits(config: PretrainedConfig, spec: DecoderSpec, chat_template: str, nam
     return RerankerTraits(
         next((name for name, sentence in _SENTENCES.items() if sentence in chat_template), None)
         or _template_of_head(config, spec.architecture, classes)
-        or next((found for name in names if (found := _template_of_name(name))), None),
+        or next(filter(None, map(_template_of_name, names)), None),
         classes,
     )
 

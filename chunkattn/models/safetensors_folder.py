@@ -72,12 +72,12 @@ class SafetensorsFolder:
         if is_present(folder / "adapter_config.json"):
             logger.warning("%s holds an adapter beside the model, which is not applied; merge it (merge_and_unload)", folder)
         for name, handle in places.items():
-            wanted = BASE_PREFIX + name if name.startswith(_BASE_MODULES) else name
-            if wanted in self._stored:
+            parameter = BASE_PREFIX + name if name.startswith(_BASE_MODULES) else name
+            if parameter in self._stored:
                 raise ModelError(
-                    f"{folder}: tensors {self._stored[wanted][1]!r} and {name!r} stand for the same parameter; drop one"
+                    f"{folder}: tensors {self._stored[parameter][1]!r} and {name!r} stand for the same parameter; drop one"
                 )
-            self._stored[wanted] = handle, name
+            self._stored[parameter] = handle, name
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""
@@ -126,22 +126,22 @@ class SafetensorsFolder:
         return explain_missing(name, [stored_name for _, stored_name in self._stored.values()])
 
 
-def explain_missing(name: str, found: Iterable[str]) -> str:
+def explain_missing(name: str, stored: Iterable[str]) -> str:
     """Return why a checkpoint may lack a tensor: a prefix that was found instead, and the likely cause.
 
     Args:
         name: name of the missing tensor.
-        found: names of the tensors of the checkpoint.
+        stored: names of the tensors of the checkpoint.
     """
-    names, tail = sorted(found), name.removeprefix(BASE_PREFIX)
+    names, tail = sorted(stored), name.removeprefix(BASE_PREFIX)
     others = [other for other in names if other.endswith(f".{tail}")]
-    told = [f"the file has {o!r}: prefix {o.removesuffix(tail)!r} instead of {BASE_PREFIX!r}" for o in others[:1]]
+    hints = [f"the file has {o!r}: prefix {o.removesuffix(tail)!r} instead of {BASE_PREFIX!r}" for o in others[:1]]
     causes = [cause for pattern, cause in _CAUSES if any(re.search(pattern, other) for other in names)]
     if not causes and name in _HEADS:
         other, cause = _HEADS[name]
         foreign = [n for n in names if not n.startswith((BASE_PREFIX, *_BASE_MODULES))]
         causes = [cause if other in names else f"the head has another name, {foreign[0]!r}" if foreign else _NO_HEAD]
-    return "; ".join([*told, *causes[:1]]) or "the checkpoint is incomplete, get it again"
+    return "; ".join([*hints, *causes[:1]]) or "the checkpoint is incomplete, get it again"
 
 
 def _places(folder: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, str]]:
@@ -171,13 +171,13 @@ def _places(folder: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, s
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_bytes())["weight_map"]
-        if not found or not all(isinstance(shard, str) for shard in found.values()):
+        shards = json.loads(index.read_bytes())["weight_map"]
+        if not shards or not all(isinstance(shard, str) for shard in shards.values()):
             raise TypeError("weight_map must map names of tensors to names of files")
     except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         cause = cause_of(index, f"{type(error).__name__}: {error}")
         raise ModelError(f"{index}: not a safetensors index ({cause}); get it again") from error
-    return {name: str(PurePosixPath(shard)) for name, shard in found.items()}
+    return {name: str(PurePosixPath(shard)) for name, shard in shards.items()}
 
 
 def _shard(folder: Path, shard: str, stack: ExitStack) -> Any:

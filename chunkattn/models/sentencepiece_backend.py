@@ -110,9 +110,9 @@ def _merges(pieces: Pieces) -> Iterator[tuple[str, str]]:
         if kind not in pieces.mergeable:
             continue
         pairs = [(text[:place], text[place:]) for place in range(1, len(text))]
-        found = [pair for pair in pairs if known.issuperset(pair)]
-        made += [(-score, i, *pair) for pair in found]
-        if not found and any(all(len(part) == 1 or part in known for part in pair) for pair in pairs):
+        merges = [pair for pair in pairs if known.issuperset(pair)]
+        made += [(-score, i, *pair) for pair in merges]
+        if not merges and any(all(len(part) == 1 or part in known for part in pair) for pair in pairs):
             raise ValueError(f"token {text!r} is in the vocabulary, its characters are not")
     made.sort()
     _check_ties(made)

@@ -215,8 +215,8 @@ class Shards:
             return jnp.take(table, ids, axis=0).astype(jnp.float32)
         rows = ids - jax.lax.axis_index(_ALL) * len(table)
         is_held = (rows >= 0) & (rows < len(table))
-        found = jnp.take(table, jnp.where(is_held, rows, 0), axis=0).astype(jnp.float32)
-        return self.total(jnp.where(is_held[:, None], found, 0))
+        values = jnp.take(table, jnp.where(is_held, rows, 0), axis=0).astype(jnp.float32)
+        return self.total(jnp.where(is_held[:, None], values, 0))
 
     def total(self, x: jax.Array) -> jax.Array:
         """Return the sum of an array over the devices."""

@@ -124,15 +124,15 @@ class DecoderSpec:
             **{f"{name}.weight": (rows, columns) for name, (rows, columns, _) in linear.items()},
             **{f"{name}.bias": (rows,) for name, (rows, _, has_bias) in linear.items() if has_bias},
         }
-        found: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
+        shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (self.vocab_size, hidden)}
         for index in range(self.num_layers):
-            found |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
-        found["model.norm.weight"] = (hidden,)
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
+        shapes["model.norm.weight"] = (hidden,)
         if self.num_labels is not None:
-            found[CLASSES] = (self.num_labels, hidden)
+            shapes[CLASSES] = (self.num_labels, hidden)
         elif not self.tie_embeddings:
-            found[HEAD] = (self.vocab_size, hidden)
-        return found
+            shapes[HEAD] = (self.vocab_size, hidden)
+        return shapes
 
 
 def spec_from_config(config: PretrainedConfig) -> DecoderSpec:

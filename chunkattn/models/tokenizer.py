@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from chunkattn.errors import ModelError
 from chunkattn.gguf_names import split_quant
-from chunkattn.local_files import cause_of, is_present, read_object
+from chunkattn.local_files import cause_of, is_present, read_object, read_present
 from chunkattn.models.foreign_files import explain_name
 from chunkattn.models.gguf_file import find_gguf, open_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
@@ -35,6 +35,11 @@ _CONFIGS = (_CONFIG, "special_tokens_map.json", "added_tokens.json")
 _FILES = (_JSON, _SENTENCEPIECE, _VOCAB, *_CONFIGS, "config.json")
 _HUB_PATTERNS = [*_FILES, _MERGES, "*.jinja"]
 """Files of a tokenizer on the hub: neither weights nor GGUF files."""
+_OPTIONS: dict[str, Any] = {
+    "trust_remote_code": False,
+    "clean_up_tokenization_spaces": False,
+    "split_special_tokens": False,
+}
 _ADVICE = "pass tokenizer=... with another folder or hub id, or skip_tokenizer_init=True to work with token ids only"
 
 _PROBES = (
@@ -71,7 +76,7 @@ def load_tokenizer(name: str | PathLike[str]) -> PreTrainedTokenizerBase:
         folder = find_gguf(folder) or folder
     if folder.is_file():
         return tokenizer_from_gguf(open_gguf(folder))
-    configs = {file: read_object(folder / file, ModelError) for file in _CONFIGS if is_present(folder / file)}
+    configs = {file: read_object(folder / file) for file in _CONFIGS if is_present(folder / file)}
     config = configs.get(_CONFIG, {})
     if is_present(folder / _JSON):
         tokenizer = _from_json(folder)
@@ -131,8 +136,7 @@ def _from_json(folder: Path) -> PreTrainedTokenizerBase:
     witness.no_padding()
     if not witness.get_vocab_size(with_added_tokens=False):
         raise ModelError(f"{file} has an empty vocabulary; get it again, or {_ADVICE}")
-    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False, "split_special_tokens": False}
-    tokenizer = _load(file, lambda: PreTrainedTokenizerFast.from_pretrained(folder, **options))
+    tokenizer = _load(file, lambda: PreTrainedTokenizerFast.from_pretrained(folder, **_OPTIONS))
     if is_random:
         logger.info("%s splits words at random, as training wants it; here it always splits them alike", file)
         _without_dropout(tokenizer.backend_tokenizer)
@@ -209,9 +213,7 @@ def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> PreTrainedToken
             folder,
             tokenizer_object=backend,
             vocab_file="",
-            trust_remote_code=False,
-            clean_up_tokenization_spaces=False,
-            split_special_tokens=False,
+            **_OPTIONS,
             **options,
         ),
     )
@@ -230,9 +232,9 @@ def _from_merges(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBas
     for name in (_VOCAB, _MERGES):
         if not (folder / name).exists():
             raise ModelError(f"{folder} has no {name}. Is the download complete? Get it again, or {_ADVICE}")
-    vocab = read_object(folder / _VOCAB, ModelError)
+    vocab = read_object(folder / _VOCAB)
     classes = {"GPT2Tokenizer": GPT2Tokenizer, "Qwen2Tokenizer": Qwen2Tokenizer}
-    model = read_object(folder / "config.json", ModelError) if (folder / "config.json").exists() else {}
+    model = read_present(folder / "config.json")
     by_model = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}.get(str(model.get("model_type")))
     named = str(config.get("tokenizer_class") or by_model).removesuffix("Fast")
     if named not in classes:
@@ -249,8 +251,7 @@ def _from_merges(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBas
             f"{folder / _MERGES} makes only {len(longer) - unmade} of the {len(longer)} longer tokens of {_VOCAB}; is it "
             f"complete? Get it again, or {_ADVICE}"
         )
-    options = {"trust_remote_code": False, "clean_up_tokenization_spaces": False}
-    tokenizer = _load(folder / _VOCAB, lambda: classes[named].from_pretrained(folder, **options))
+    tokenizer = _load(folder / _VOCAB, lambda: classes[named].from_pretrained(folder, **_OPTIONS))
     if tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False) != vocab:
         raise ModelError(f"{folder / _VOCAB}: the ids of the loaded tokenizer are others; {_ADVICE}")
     return tokenizer
@@ -279,10 +280,10 @@ def _compare(
                 f"{file}: the loaded tokenizer reads {text!r} as {tokenizer.convert_ids_to_tokens(ids)}, the file as "
                 f"{tokenizer.convert_ids_to_tokens(expected)}; {_ADVICE}"
             )
-        found = tokenizer.decode(ids)
+        decoded = tokenizer.decode(ids)
         # SentencePiece writes a mark of its own for the unknown token.
-        if tokenizer.unk_token_id not in ids and found != decode(ids):
-            raise ModelError(f"{file}: the loaded tokenizer writes {found!r}, the file {decode(ids)!r}; {_ADVICE}")
+        if tokenizer.unk_token_id not in ids and decoded != decode(ids):
+            raise ModelError(f"{file}: the loaded tokenizer writes {decoded!r}, the file {decode(ids)!r}; {_ADVICE}")
 
 
 def _check_declared(tokenizer: PreTrainedTokenizerBase, folder: Path, configs: dict[str, dict[str, Any]]) -> None:

@@ -71,9 +71,9 @@ def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype, shards: Shar
     _check_names(source, spec, names.values())
     weights = {}
     for parameter, name in names.items():
-        expected, found = shapes[parameter], source.shape(name)
-        if found != expected:
-            raise ModelError(f"{source.path}: tensor {name!r} has shape {list(found)}, the configuration says {list(expected)}")
+        expected, shape = shapes[parameter], source.shape(name)
+        if shape != expected:
+            raise ModelError(f"{source.path}: tensor {name!r} has shape {list(shape)}, the configuration says {list(expected)}")
         weights[parameter] = shards.load(parameter, expected, partial(_read_finite, source, name, dtype))
     return Decoder(spec, weights, shards)
 
@@ -130,13 +130,13 @@ def _not_finite(source: TensorSource, name: str, dtype: jnp.dtype, index: Index)
 
 
 def _check_names(source: TensorSource, spec: DecoderSpec, names: Iterable[str]) -> None:
-    wanted, found = set(names), set(source.names())
-    if missing := sorted(wanted - found):
+    needed, stored = set(names), set(source.names())
+    if missing := sorted(needed - stored):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         first = next((name for name in missing if name.startswith(BASE_PREFIX)), missing[0])
         why = source.why_missing(first)
         raise ModelError(f"{source.path}: tensor {first!r}{more} that {spec.architecture} needs is missing ({why})")
-    unused = {n for n in found - wanted if n not in (HEAD, EMBEDDING) and not n.endswith("rotary_emb.inv_freq")}
+    unused = {n for n in stored - needed if n not in (HEAD, EMBEDDING) and not n.endswith("rotary_emb.inv_freq")}
     if unused and source.needs_all:
         raise ModelError(f"{source.path}: {spec.architecture} has no place for tensor {min(unused)!r}, {len(unused)} in all")
     if unused:

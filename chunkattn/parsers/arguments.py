@@ -63,12 +63,12 @@ def chat_options(
     Raises:
         RequestError: an argument has a wrong type, or an answer is to begin and the last message to go on.
     """
-    given = {
+    explicit = {
         "chat_template": chat_template,
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message or None,
     }
-    options = {**check_template_options(variables), **{name: value for name, value in given.items() if value is not None}}
+    options = {**check_template_options(variables), **{name: value for name, value in explicit.items() if value is not None}}
     for name, kind in (("chat_template", str), ("add_generation_prompt", bool), ("continue_final_message", bool)):
         if not isinstance(options.get(name, kind()), kind):
             raise RequestError(f"{name} must be of type {kind.__name__}, got {shown(options[name])}", param=name)
@@ -154,7 +154,7 @@ def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = 
         RequestError: `ids` is not a sequence of non-negative integers.
         CapacityError: there are more than `most` ids.
     """
-    if isinstance(ids, (str, bytes)) or not isinstance(ids, (Sequence, np.ndarray)):
+    if not is_list(ids):
         raise RequestError(f"{name} must be a list of token ids, got {type(ids).__name__}", param=param)
     if most is not None and len(ids) > most:
         text = f" has {len(ids)} tokens, a prompt of this engine has at most {most}; send less or raise kv_cache_memory_bytes"
@@ -185,7 +185,7 @@ def document_of(document: Any, name: str, param: str = "documents") -> str | lis
     """
     if isinstance(document, str):
         return document
-    if not isinstance(document, (Sequence, np.ndarray)) or isinstance(document, bytes):
+    if not is_list(document):
         text = f" must be a string or token ids, got {type(document).__name__}"
         raise RequestError(text, param=param, part=name)
     return check_ids(document, name, param)

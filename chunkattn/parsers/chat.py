@@ -61,7 +61,7 @@ def split_chat(
             token, or the text is to be cut, and there is no user message or the template moves its content.
         NotRenderedError: the template leaves out a message or a part of it.
     """
-    template, given = ChatTemplate(tokenizer, template_options), messages
+    template, originals = ChatTemplate(tokenizer, template_options), messages
     messages = read_messages(template, messages)
     users = [i for i, m in enumerate(messages) if m.get("role") == "user"]
     if is_cut and not users:
@@ -72,7 +72,7 @@ def split_chat(
     cut = _start(template, messages, users[0], text) if is_cut else 0
     if cut is None:
         raise RequestError("the chat template does not render the first user message in place", param="messages")
-    check_rendered(messages, [m["role"] for m in given], template)
+    check_rendered(messages, [m["role"] for m in originals], template)
     untrusted = [not is_trusted(message.get("role")) for message in messages]
     try:
         bounds = _untrusted_starts(template, messages, untrusted, text, control)

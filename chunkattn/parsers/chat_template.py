@@ -28,40 +28,40 @@ _readable: dict[tuple[str, str], frozenset[Form]] = {}
 _NUM_PLACES = 4
 
 
-def load_chat_template(given: str, names: Mapping[str, str] | None = None) -> str:
+def load_chat_template(source: str, names: Mapping[str, str] | None = None) -> str:
     """Return the text of a chat template.
 
     Args:
-        given: path of a file, name of one of the tokenizer's templates, or the template itself.
+        source: path of a file, name of one of the tokenizer's templates, or the template itself.
         names: the tokenizer's templates by name, if it has several.
 
     Raises:
         ConfigError: the text is no template, and neither a file nor a name.
     """
-    if names and given in names:
-        return names[given]
+    if names and source in names:
+        return names[source]
     try:
-        return Path(os.path.expanduser(given)).read_text(encoding="utf-8")
+        return Path(os.path.expanduser(source)).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        if _JINJA & {*given} and not isinstance(error, UnicodeError):
-            return given
+        if _JINJA & {*source} and not isinstance(error, UnicodeError):
+            return source
         listed = f" Its own templates are {', '.join(sorted(names))}." if names else ""
-        text = f"chat_template must be a file or a Jinja template, and {given[:200]!r} is neither: {error}.{listed}"
+        text = f"chat_template must be a file or a Jinja template, and {source[:200]!r} is neither: {error}.{listed}"
         raise ConfigError(text) from None
 
 
-def own_template(tokenizer: Any, given: str) -> str:
+def own_template(tokenizer: Any, source: str) -> str:
     """Return the text of a template that takes the place of a tokenizer's own.
 
     Args:
         tokenizer: the tokenizer.
-        given: see `load_chat_template`.
+        source: see `load_chat_template`.
 
     Raises:
         ConfigError: as `load_chat_template`, or the text has a fault of syntax.
     """
     names = getattr(tokenizer, "chat_template", None)
-    text = load_chat_template(given, names if isinstance(names, dict) else None)
+    text = load_chat_template(source, names if isinstance(names, dict) else None)
     try:
         tokenizer.apply_chat_template([{"role": "user", "content": "x"}], chat_template=text, tokenize=False)
     except TemplateSyntaxError as error:
@@ -109,17 +109,17 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any], now: datetime | None = None) -> None:
-        self._tokenizer, self._own = tokenizer, dict[str, Any]()
+        self._tokenizer, self._shown_options = tokenizer, dict[str, Any]()
         self._options = {"add_generation_prompt": not options.get("continue_final_message"), **options}
         try:
             self.text = str(tokenizer.get_chat_template(options.get("chat_template"), options.get("tools")))
         except Exception:
             self.text = ""
             return
-        own, variables = fixed_clock(self.text, now or datetime.now())
+        text, variables = fixed_clock(self.text, now or datetime.now())
         # The form of contents is judged with these options alone: all requests share it, whatever their variables.
-        self._own = {"add_generation_prompt": True, "chat_template": own, **variables}
-        self._options |= {"chat_template": own, **variables}
+        self._shown_options = {"add_generation_prompt": True, "chat_template": text, **variables}
+        self._options |= {"chat_template": text, **variables}
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """Return the text of a conversation.
@@ -170,8 +170,8 @@ class ChatTemplate:
         # The first conversation in which the template shows either form judges both; in later ones it may treat roles alike.
         for place in range(_NUM_PLACES):
             forms: list[Form] = ["string", "parts"]
-            if found := frozenset(form for form in forms if self._shows(role, form, user, place)):
-                return found
+            if shown := frozenset(form for form in forms if self._shows(role, form, user, place)):
+                return shown
         return frozenset()
 
     def _shows(self, role: str, form: Form, user: Mapping[str, Any], place: int) -> bool:
@@ -179,7 +179,7 @@ class ChatTemplate:
         # A template that writes a list of parts as JSON, or as Python does, shows the key.
         content = mark if form == "string" else [{**_part(mark), key: ""}]
         try:
-            text = self._apply(_conversation({"role": role, "content": content}, user, place), self._own)
+            text = self._apply(_conversation({"role": role, "content": content}, user, place), self._shown_options)
         except Exception:  # templates are programs and may raise anything
             return False
         return mark in text and key not in text

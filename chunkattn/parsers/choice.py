@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from chunkattn.errors import RequestError
 from chunkattn.layout import ChunkLayout
@@ -54,36 +55,27 @@ def compose(layout: ChunkLayout, chosen: Sequence[int], mode: str, gap: int) -> 
         return layout
     prefix, *chunks, question = (layout.part(segment).tolist() for segment in layout.segments)
     if mode == "only":
-        return make_layout(prefix, [chunks[number] for number in sorted(chosen)], question, "shared", gap)
+        return make_layout(prefix, [chunks[number] for number in sorted(chosen)], question, gap=gap)
     again = [token for number in _canonical(layout, chosen) for token in chunks[number]]
-    return make_layout(prefix, chunks, [*again, *question], "shared", gap)
+    return make_layout(prefix, chunks, [*again, *question], gap=gap)
 
 
-def longest(prompt: ParsedPrompt, gap: int) -> ParsedPrompt:
+def longest(prompt: ParsedPrompt, gap: int, *, descending: bool = True) -> ParsedPrompt:
     """Return a prompt with the longest layout that its focus can compose; a prompt without focus as it is.
 
     Args:
         prompt: parsed prompt.
         gap: positions left free between prefix and documents.
+        descending: whether to choose the longest documents first; False gives the shortest layout.
     """
-    return _of_lengths(prompt, gap, descending=True)
-
-
-def shortest(prompt: ParsedPrompt, gap: int) -> ParsedPrompt:
-    """Return a prompt with the shortest layout that its focus can compose; a prompt without focus as it is.
-
-    Args:
-        prompt: parsed prompt.
-        gap: positions left free between prefix and documents.
-    """
-    return _of_lengths(prompt, gap, descending=False)
-
-
-def _of_lengths(prompt: ParsedPrompt, gap: int, *, descending: bool) -> ParsedPrompt:
     if prompt.focus is None:
         return prompt
     numbers = sorted(candidates_of(prompt.layout), key=prompt.layout.chunk_lens.__getitem__, reverse=descending)
     return show(prompt, numbers[: prompt.focus.top_n], gap)
+
+
+shortest = partial(longest, descending=False)
+"""Function of a prompt and a gap that returns the prompt with its shortest layout."""
 
 
 def show(prompt: ParsedPrompt, chosen: Sequence[int], gap: int) -> ParsedPrompt:
@@ -145,7 +137,7 @@ def behind_one(layout: ChunkLayout, number: int, gap: int) -> ChunkLayout:
         gap: positions left free between prefix and document.
     """
     prefix, document, question = (layout.part(layout.segments[place]) for place in (0, 1 + number, -1))
-    return make_layout(prefix, [document], question, "shared", gap)
+    return make_layout(prefix, [document], question, gap=gap)
 
 
 def read_from(prompt: ParsedPrompt, alone: ChunkLayout) -> int:

@@ -28,16 +28,16 @@ def pick_template(option: str | None, tokenizer: PreTrainedTokenizerBase | None)
     """
     if option is not None:
         return option
-    own = getattr(tokenizer, "init_kwargs", {}).get("document_template")
-    if own is None:
+    template = getattr(tokenizer, "init_kwargs", {}).get("document_template")
+    if template is None:
         return DEFAULT_TEMPLATE
     try:
-        if not isinstance(own, str):
-            raise ConfigError(f"document_template must be a text, got {own!r}")
-        split_document_template(own)
+        if not isinstance(template, str):
+            raise ConfigError(f"document_template must be a text, got {template!r}")
+        split_document_template(template)
     except ConfigError as error:
         raise ConfigError(f"the checkpoint's tokenizer_config.json: {error}; set the option document_template") from None
-    return own
+    return template
 
 
 class DocumentEncoder:
@@ -79,12 +79,12 @@ class DocumentEncoder:
         Raises:
             RequestError: the document is neither text nor token ids, or cannot be tokenized.
         """
-        given = document_of(document, name, param)
-        if not isinstance(given, str):
-            return given, None
-        if not given:
+        content = document_of(document, name, param)
+        if not isinstance(content, str):
+            return content, None
+        if not content:
             return [], ""
-        whole = f"{self.before}{given}{self.after}"
-        if isinstance(self._encode, PlainEncoder) and whole != given:
-            return self._encode.fill([self.before, given, self.after], name, param), whole
+        whole = f"{self.before}{content}{self.after}"
+        if isinstance(self._encode, PlainEncoder) and whole != content:
+            return self._encode.fill([self.before, content, self.after], name, param), whole
         return self._encode(whole, name, param), whole

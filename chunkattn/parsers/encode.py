@@ -168,10 +168,10 @@ class PlainEncoder:
         """
         whole = "".join(pieces)
         self.encode.check_length(whole, name, param)
-        own = [token for piece in pieces[::2] for token in self.control.find(piece)]
-        if own == self.control.find(whole):
+        trusted = [token for piece in pieces[::2] for token in self.control.find(piece)]
+        if trusted == self.control.find(whole):
             ids = self.encode(whole, name, param)
-            if self.control.follows(ids, own):
+            if self.control.follows(ids, trusted):
                 return ids
         return self._without(pieces, name, param)
 

@@ -141,15 +141,15 @@ def check_rendered(messages: Sequence[Mapping[str, Any]], roles: Sequence[str], 
                     _renamed(call, f"{key}{number:0{_MARK_DIGITS}}") for call, number in zip(message["tool_calls"], calls)
                 ]
             probes.append(probe)
-        found, whole, output = set(), set(), template.render(probes)
+        marks, whole, output = set(), set(), template.render(probes)
         for match in mark.finditer(output):
             number = int(match[1])
             text = texts.get(number, "")
-            found.add(number)
+            marks.add(number)
             start = match.start() - len(text) if at_end else match.end()
             if text and output.startswith(text, max(start, 0)):
                 whole.add(number)
-        return found, whole
+        return marks, whole
 
     ends, whole = rendered(at_end=True)
     if lost := [owner for number, owner in enumerate(owners) if number >= first_call and number not in ends]:
@@ -165,10 +165,10 @@ def check_rendered(messages: Sequence[Mapping[str, Any]], roles: Sequence[str], 
 
 def _with_mark(text: str, mark: str, at_end: bool) -> str:
     """Return a text with a mark behind its last visible character, or before its first; a blank text as it is."""
-    if not (own := text.strip()):
+    if not (stripped := text.strip()):
         return text
-    before, _, after = text.partition(own)
-    return f"{before}{own}{mark}{after}" if at_end else f"{before}{mark}{own}{after}"
+    before, _, after = text.partition(stripped)
+    return f"{before}{stripped}{mark}{after}" if at_end else f"{before}{mark}{stripped}{after}"
 
 
 def _renamed(call: Mapping[str, Any], mark: str) -> dict[str, Any]:

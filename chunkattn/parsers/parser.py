@@ -125,14 +125,12 @@ class PromptParser:
             CapacityError: the chunks given as text have more tokens than a prompt may have. Under a focus of mode `"only"`
                 they may, for the prompt shows the chosen ones alone.
         """
-        given = read_focus(focus)
-        if given is None and not isinstance(prompt, DocumentPrompt):
-            return self._parse(prompt, chunk_aware, None)
-        own = read_focus(prompt.focus) if isinstance(prompt, DocumentPrompt) else None
-        parsed = self._parse(prompt, chunk_aware, own or given)
-        if given is not None and not parsed.layout.num_chunks and isinstance(prompt, (str, Mapping)):
+        default = read_focus(focus)
+        choice = (read_focus(prompt.focus) if isinstance(prompt, DocumentPrompt) else None) or default
+        parsed = self._parse(prompt, chunk_aware, choice)
+        if default is not None and not parsed.layout.num_chunks and isinstance(prompt, (str, Mapping)):
             raise RequestError(f"focus {_NO_DOCUMENTS}; enable chunk_aware and separate them", param="focus")
-        return replace(parsed, focus=own or given)
+        return replace(parsed, focus=choice)
 
     def _parse(self, prompt: Prompt, chunk_aware: bool | None, focus: Focus | None) -> ParsedPrompt:
         split = self.chunk_aware if chunk_aware is None else chunk_aware
@@ -174,26 +172,26 @@ class PromptParser:
                 `max_chunks` documents, or none to choose from.
             CapacityError: as `parse`.
         """
-        given = read_focus(focus)
-        if given is not None and documents is None:
+        choice = read_focus(focus)
+        if choice is not None and documents is None:
             raise RequestError(f"focus {_NO_DOCUMENTS}; give them as documents", param="focus")
         if documents is not None:
             self._check_documents(documents)
         # Without documents there is nothing to put in front of the first user message, and it may be missing.
         is_cut = documents is not None and (len(documents) > 0 or _has_user(messages))
-        pieces = self._pieces(messages, template_options, "messages", is_cut=is_cut, with_history=given is not None)
+        pieces = self._pieces(messages, template_options, "messages", is_cut=is_cut, with_history=choice is not None)
         if documents is None or not is_cut:
             layout = self._layout([], [], self._plain.fill(pieces.question, "messages", "messages"), _CHAT_NAMES)
             return ParsedPrompt(layout, ("".join(pieces.question),), names=_CHAT_NAMES)
-        chunks = self._encoded(documents, self.documents, _CHAT_NAMES, given)
+        chunks = self._encoded(documents, self.documents, _CHAT_NAMES, choice)
         first, last = ((self._plain.fill(p, "messages", "messages"), "".join(p)) for p in (pieces.prefix, pieces.question))
         earlier = self._plain.fill(pieces.history, "messages", "messages") if pieces.history else []
         # The last token of a text may change with what follows.
         history = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(earlier, last[0])))
-        asked = next(m for m in reversed(messages) if m["role"] == "user")
+        question = next(m for m in reversed(messages) if m["role"] == "user")
         parsed = self._joined(first, chunks, last, _CHAT_NAMES)
-        query = "".join(texts_of(asked)) or None
-        return replace(parsed, query=query, history_len=history, sources=documents, focus=given)
+        query = "".join(texts_of(question)) or None
+        return replace(parsed, query=query, history_len=history, sources=documents, focus=choice)
 
     def _pieces(
         self,
@@ -280,13 +278,13 @@ class PromptParser:
         return [*self._leading, *self.prompts(text, name, param)]
 
     def _dict(self, prompt: Mapping[str, Any], split: bool, focus: Focus | None) -> ParsedPrompt:
-        given = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
-        if len(given) != 1 or set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
+        forms = [k for k in ("prompt", "prompt_token_ids") if prompt.get(k) is not None]
+        if len(forms) != 1 or set(prompt) - {"prompt", "prompt_token_ids", "cache_salt"}:
             raise RequestError(
                 f"a prompt dict holds 'prompt' or 'prompt_token_ids', and perhaps a 'cache_salt', got keys {list(prompt)}",
                 param="prompt",
             )
-        if given == ["prompt_token_ids"]:
+        if forms == ["prompt_token_ids"]:
             parsed = self._ids(prompt["prompt_token_ids"], split)
         elif isinstance(prompt["prompt"], str):
             parsed = self._text(prompt["prompt"], split, focus)
@@ -301,8 +299,8 @@ class PromptParser:
             RequestError: the documents are not a list, or there are more than `max_chunks`.
         """
         if isinstance(documents, str) or not isinstance(documents, Sequence):
-            text = f"documents must be a list of strings or token ids, got {type(documents).__name__}"
-            raise RequestError(text, param="documents")
+            got = type(documents).__name__
+            raise RequestError(f"documents must be a list of strings or token ids, got {got}", param="documents")
         self._check_count(len(documents), "documents")
 
     def _check_count(self, chunks: int, param: str) -> None:

@@ -51,15 +51,15 @@ class StateTemplate:
 
     def __init__(self, plain: PlainEncoder, system: str | None = None, options: Mapping[str, Any] | None = None) -> None:
         self._plain = plain
-        given = dict(check_template_options(options))
+        variables = dict(check_template_options(options))
         tokenizer = plain.encode.tokenizer
-        if tokenizer is None or not (given.get("chat_template") or getattr(tokenizer, "chat_template", None)):
+        if tokenizer is None or not (variables.get("chat_template") or getattr(tokenizer, "chat_template", None)):
             raise RequestError("decide needs a chat template, and this tokenizer has none", param="questions")
         state, question = (f"\u2063{uuid4().hex}\u2063" for _ in range(2))
         content = f"{_TRIMMED}{state}{_MIDDLE} {question}"
         messages = [] if system is None else [{"role": "system", "content": system}]
         text = _render(
-            tokenizer, [*messages, {"role": "user", "content": content}], given, "system" if messages else "questions"
+            tokenizer, [*messages, {"role": "user", "content": content}], variables, "system" if messages else "questions"
         )
         if system is not None and system.strip() not in text:
             raise NotRenderedError("the chat template does not render the system message", param="system")
@@ -137,15 +137,15 @@ class StateTemplate:
         Args:
             text: trusted text of the answer.
         """
-        found = self._plain.fill([f"{self._end}{text}"])
-        return found[-1] if found[:-1] == self._end_ids else None
+        ids = self._plain.fill([f"{self._end}{text}"])
+        return ids[-1] if ids[:-1] == self._end_ids else None
 
     def _read(self, state: str) -> str:
         return state.lstrip() if self._trims else state
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], given: dict[str, Any], param: str) -> str:
-    options = {"enable_thinking": False, "thinking": False, "date_string": _TODAY.strftime("%d %b %Y"), **given}
+def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], variables: dict[str, Any], param: str) -> str:
+    options = {"enable_thinking": False, "thinking": False, "date_string": _TODAY.strftime("%d %b %Y"), **variables}
     template = ChatTemplate(tokenizer, options, _TODAY)
     try:
         return template.render([template.shaped(message) for message in messages])

@@ -32,9 +32,9 @@ def fixed_clock(template: str, now: datetime) -> tuple[str, Mapping[str, Any]]:
     if _FUNCTION not in template:
         return template, {}
     times = {}
-    for own in (*_formats(template), *_DIRECTIVES):
+    for directive in (*_formats(template), *_DIRECTIVES):
         try:
-            times[own] = now.strftime(own)
+            times[directive] = now.strftime(directive)
         except ValueError:  # a directive that this platform does not know
             continue
     return _MACRO + template, {_TABLE: times}
@@ -43,11 +43,11 @@ def fixed_clock(template: str, now: datetime) -> tuple[str, Mapping[str, Any]]:
 @lru_cache(maxsize=64)
 def _formats(template: str) -> tuple[str, ...]:
     """Return the constant texts in a template that may be formats, which need no table of directives."""
-    found = []
+    formats = []
     try:
         for _, kind, value in Environment().lex(template):
             if kind == "string" and "%" in value:
-                found.append(ast.literal_eval(value))
+                formats.append(ast.literal_eval(value))
     except (TemplateSyntaxError, SyntaxError, ValueError):  # rendering raises the error
         pass
-    return tuple(found)
+    return tuple(formats)

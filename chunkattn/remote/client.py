@@ -458,9 +458,7 @@ class EngineClient:
             if frames != seen:
                 self._silence = 0.0
             if worker.exited.done():
-                failure = self._failure
-                said = f": {failure.error_type}: {failure.text}" if failure else ""
-                return describe_exit(worker.exited.result()) + said
+                return describe_exit(worker.exited.result()) + (f": {self._failure}" if self._failure else "")
             if reason := self._hang(self._silence):
                 return f"{reason} and was killed"
         return "was closed"

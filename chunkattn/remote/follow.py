@@ -25,8 +25,8 @@ def follow(options: Mapping[str, Any]) -> None:
         ConfigError, ModelError, BackendError: the engine cannot be built, or host 0 refuses this host.
         EngineDeadError: the engine's process died three times during start.
     """
-    given = dict(options)
-    asyncio.run(_follow(make_config(given.pop("model", None), given)))
+    fields = dict(options)
+    asyncio.run(_follow(make_config(fields.pop("model", None), fields)))
 
 
 async def _follow(config: EngineConfig) -> None:

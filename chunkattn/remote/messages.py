@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import jax.numpy as jnp
 
@@ -14,7 +13,7 @@ from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.spec import DecoderSpec
-from chunkattn.remote.frames import Frames, from_plain, to_plain
+from chunkattn.remote.frames import Frames
 
 # To the worker
 
@@ -181,6 +180,9 @@ class Failed:
     error_type: str
     text: str
 
+    def __str__(self) -> str:
+        return f"{self.error_type}: {self.text}"
+
 
 @dataclass(frozen=True)
 class Ended:
@@ -210,14 +212,5 @@ class Reply:
 ToWorker = Message | Start | Sent | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
 FromWorker = EngineOutput | Snapshot | Heartbeat | WarmupProgress | Ready | Failed | Ended | Reply
 
-_FRAMES = Frames(get_args(ToWorker | FromWorker), to_plain, from_plain)
-
-
-def encode(messages: Sequence[ToWorker | FromWorker]) -> bytes:
-    """Encode messages into one frame; see `Frames.encode`."""
-    return _FRAMES.encode(messages)
-
-
-def decode(frame: bytes) -> list[Any]:
-    """Decode the messages of a frame; see `Frames.decode`."""
-    return _FRAMES.decode(frame)
+_FRAMES = Frames(get_args(ToWorker | FromWorker))
+encode, decode = _FRAMES.encode, _FRAMES.decode

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
-import jax.monitoring
-
+from chunkattn.engine.compile_clock import on_compilations
 from chunkattn.remote.messages import Heartbeat
-
-_COMPILE_EVENTS = "/jax/core/compile/"
 
 
 class StepClock:
     """The time that the creating thread has spent in its current step. Any thread may read it.
 
-    JAX announces the beginning (a scalar) and the end (a duration) of every tracing, lowering and compilation. Between the two
-    the thread is compiling. Each end restarts the clock, so that a step that hangs after compiling is still detected.
+    Each end of a compilation restarts the clock, so that a step that hangs after compiling is still detected.
     """
 
     def __init__(self) -> None:
@@ -25,8 +20,7 @@ class StepClock:
         self._work: str | None = None
         self._excused_at = 0.0
         self._state: tuple[float, str | None] | None = None  # replaced as a whole, because readers take no lock
-        jax.monitoring.register_scalar_listener(self._begun)
-        jax.monitoring.register_event_duration_secs_listener(self._ended)
+        on_compilations(lambda: self._compile(1), lambda: self._compile(-1))
 
     def begin(self, work: str | None = None) -> None:
         """Start the clock for a step, or for `work` that may take long."""
@@ -53,12 +47,8 @@ class StepClock:
         began, work = state
         return Heartbeat(time.monotonic() - (max(began, self._excused_at) if work is None else began), work)
 
-    def _begun(self, event: str, value: float | int, **_: Any) -> None:
-        if event.startswith(_COMPILE_EVENTS) and threading.get_ident() == self._thread and self._state is not None:
-            self._open += 1
-            self._state = time.monotonic(), self._work or "compiling"
-
-    def _ended(self, event: str, duration_secs: float, **_: Any) -> None:
-        if event.startswith(_COMPILE_EVENTS) and threading.get_ident() == self._thread and self._state is not None:
-            self._open = max(self._open - 1, 0)
+    def _compile(self, change: int) -> None:
+        """Count a compilation that begins (1) or ends (-1) in any thread."""
+        if threading.get_ident() == self._thread and self._state is not None:
+            self._open = max(self._open + change, 0)
             self._state = time.monotonic(), self._work or ("compiling" if self._open else None)

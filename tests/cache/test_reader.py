@@ -5,7 +5,7 @@ import threading
 import numpy as np
 import pytest
 
-from chunkattn.cache.disk.reader import StoreReader, Wanted
+from chunkattn.cache.disk.reader import Lookup, StoreReader
 from chunkattn.cache.disk.store import KVStore, entry_key
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.rope.positions import make_layout
@@ -108,10 +108,10 @@ def test_the_reader_pauses_at_its_bound_and_stops_at_a_required_miss(tmp_path):
         for n, key in enumerate(keys[:3]):
             assert store.put(key, [np.full((2, 3), n, np.float32)], tokens=1, kind="prefix")
         reader = StoreReader(store, max_bytes=20)
-        reader.submit("miss", [Wanted(keys[3], LIKE, True), Wanted(keys[0], LIKE, False)])
+        reader.submit("miss", [Lookup(keys[3], LIKE, True), Lookup(keys[0], LIKE, False)])
         assert reader.take(60) == [("miss", {keys[3]: None})]
         for n, owner in enumerate("ab"):
-            reader.submit(owner, [Wanted(keys[n], LIKE, False)])
+            reader.submit(owner, [Lookup(keys[n], LIKE, False)])
         ((owner, found),) = reader.take(60)
         assert owner == "a"
         assert found[keys[0]][0].tolist() == [[0.0] * 3] * 2

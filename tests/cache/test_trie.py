@@ -56,7 +56,7 @@ def test_parents_outlive_children_and_holders_outlast_everything():
     trie.release(more)
     trie.release(kept)
     trie.evict_all()
-    assert trie.pool.num_free == 4
+    assert trie.num_free == 4
     assert not cached(trie)
 
 
@@ -94,7 +94,7 @@ def test_forgotten_paths_go_with_what_stands_on_them():
     assert cached(trie) == {"p", "a", "c", "d", "q", "more"}  # "a" stays for "c", and one question that saw "d" alone
     assert trie.num_cached == 6
     trie.evict_all()
-    assert trie.pool.num_free == 16
+    assert trie.num_free == 16
 
 
 def test_what_is_held_is_forgotten_with_its_holder():

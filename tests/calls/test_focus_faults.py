@@ -277,7 +277,7 @@ def test_scores_bypass_the_cache_with_the_answer(llm, score):
         llm.frontend.scores.forget_cached()  # the results of reranks
         (output,) = llm.generate(PROMPT, params, focus=Focus(1, score=score))
         computed.add(output.focus.computed_tokens)
-        assert llm.core.scheduler.trie.pool.num_free == llm.limits.num_pages
+        assert llm.core.scheduler.trie.num_free == llm.limits.num_pages
     assert len(computed) == 1
 
 

@@ -357,6 +357,6 @@ def test_a_footprint_is_computed_once_by_the_engine(llm, monkeypatch):
     pages = EngineLimits.pages
     monkeypatch.setattr(EngineLimits, "pages", lambda self, *args: seen.append(args) or pages(self, *args))
     message = GenerateRequest("r", make_layout([1], [[2, 3]] * 2, [4]), SamplingParams(max_tokens=5))
-    request = Request.of(message, llm.limits, arrival=1)
+    request = Request(message, llm.limits, arrival=1)
     assert (request.pages_per_sample, request.total_pages, request.max_tokens) == (4, 3, 5)
     assert len(seen) == 1

@@ -159,7 +159,7 @@ def test_salts_and_switches(engine):
     assert run(llm, prompt, logprobs)[0].num_cached_tokens == 0
     off = engine("qwen3", enable_prefix_caching=False)
     assert [run(off, prompt)[0].num_cached_tokens for _ in range(2)] == [0, 0]
-    assert off.core.scheduler.trie.pool.num_free == off.limits.num_pages
+    assert off.core.scheduler.trie.num_free == off.limits.num_pages
     check_same(run(off, prompt), cold)
     # Nothing is kept of a salt once its last page is gone.
     llm.reset_prefix_cache()

@@ -40,7 +40,7 @@ def told():
 
 
 def lead(llm, told):
-    llm.core.runner.hosts = llm.core.runner.pool._hosts = told
+    llm.core.runner.tell = llm.core.runner.pool._tell = told.tell
 
 
 def pools(llm):

@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkattn import EngineConfig, SamplingParams, make_layout
-from chunkattn.cache.trie import BlockTrie
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, StepRates
 from chunkattn.engine.request import Request
@@ -22,14 +21,7 @@ class Steps:
         self.config = EngineConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 64, **options})
         sizes = StepSizes(buckets(8, self.config.max_num_batched_tokens, 2), step_rows)
         self.limits = EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None, StepRates(0, 0, 0), sizes, config=self.config)
-        self.scheduler = Scheduler(
-            BlockTrie(num_pages),
-            block_size=16,
-            sizes=sizes,
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            long_prefill_token_threshold=self.config.long_prefill_token_threshold,
-        )
+        self.scheduler = Scheduler(self.limits)
         self.requests, self.finished = {}, {}
         self.beside_decodes = None
 
@@ -38,7 +30,7 @@ class Steps:
         sampling = SamplingParams(max_tokens=max_tokens, n=fields.pop("n", 1))
         message = GenerateRequest(name, layout, sampling, **fields)
         self.limits.check(message)
-        self.requests[name] = Request.of(message, self.limits, arrival=len(self.requests))
+        self.requests[name] = Request(message, self.limits, arrival=len(self.requests))
         self.scheduler.add(self.requests[name])
 
     def step(self):

@@ -11,15 +11,15 @@ from hypothesis.extra import numpy as arrays
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.host_calls import Forward
-from chunkattn.remote.frames import from_used, to_used
+from chunkattn.remote.frames import from_plain, to_plain
 from chunkattn.remote.hosts.group_messages import call_frames
 
 KINDS = st.sampled_from(["bool", "int32", "uint32", "int64", "float32", "float64", "uint8", "float16"])
 
 
 def returned(array):
-    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(to_used(array)))
-    return from_used(np.ndarray, plain)
+    plain = msgspec.msgpack.decode(msgspec.msgpack.encode(to_plain(array)))
+    return from_plain(np.ndarray, plain)
 
 
 @given(st.data(), KINDS, arrays.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5))
@@ -39,7 +39,7 @@ def test_order_and_signs_of_zero_stay(array):
 def test_padding_takes_no_room():
     table = np.zeros((96, 1024), np.int32)
     table[:3, :40] = 7
-    _, shape, _, used, data = to_used(table)
+    _, shape, _, used, data = to_plain(table)
     assert (shape, used, len(data)) == ((96, 1024), (3, 40), 3 * 40 * 4)
 
 
@@ -92,6 +92,6 @@ def test_all_arrays_of_a_frame_share_its_room():
 
 def test_objects_are_refused():
     with pytest.raises(TypeError, match="no wire form"):
-        to_used(np.array([object()]))
+        to_plain(np.array([object()]))
     with pytest.raises(ValueError, match="no wire form"):
-        from_used(np.ndarray, ("O", (1,), b"", (1,), b"12345678"))
+        from_plain(np.ndarray, ("O", (1,), b"", (1,), b"12345678"))

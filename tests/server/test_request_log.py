@@ -17,7 +17,6 @@ from chunkattn.engine.messages import (
     PrecomputeRequest,
     PrecomputeResult,
     RequestFailed,
-    RequestStats,
     ScoreRequest,
     ScoreResult,
     StepRates,
@@ -26,7 +25,7 @@ from chunkattn.engine.messages import (
 from chunkattn.gateway import app as gateway
 from chunkattn.logs import JsonFormatter
 from chunkattn.remote import messages as wire
-from chunkattn.request_record import PARTS, CallRecord, RequestRecord, RequestSummary
+from chunkattn.request_record import PARTS, CallRecord, RequestRecord, RequestStats, RequestSummary
 from chunkattn.server.app import create_app
 from chunkattn.server.routes import scoring
 from chunkattn.web import tracing
@@ -312,12 +311,12 @@ def test_the_clock_of_compilations_counts_what_overlaps(monkeypatch):
     for began, ended in ((1.0, 2.0), (5.0, 8.0)):
         now[0] = began
         with clock.compiling():
-            clock._begun("/jax/core/compile/x", 0)  # within the other
+            clock.enter()  # within the other
             now[0] = ended
-            clock._ended("/jax/core/compile/x", 0.0)
+            clock.leave()
     assert [clock.seconds(since) for since in (0.0, 1.5, 6.0, 9.0)] == [4.0, 3.5, 2.0, 0.0]
     assert clock.count == 2
-    clock._begun("/jax/core/compile/x", 0)  # an exception ends it
+    clock.enter()  # an exception ends it
     clock.settle()
     now[0] = 10.0
     with clock.compiling():

@@ -115,9 +115,9 @@ def build(to: Path = LIBRARY) -> Path:
         raise BuildError("there is no C++ compiler; install g++ or clang++, or name one in CXX")
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:
         made = Path(folder) / to.name
-        found = objects(cxx, Path(folder), ("attention", "dispatch", "ffi"))
+        files = objects(cxx, Path(folder), ("attention", "dispatch", "ffi"))
         runtime = () if sys.platform == "darwin" else ("-static-libstdc++", "-static-libgcc", "-Wl,--strip-all")
-        _run([*shlex.split(cxx), "-shared", "-pthread", *runtime, *map(str, found), "-o", str(made)])
+        _run([*shlex.split(cxx), "-shared", "-pthread", *runtime, *map(str, files), "-o", str(made)])
         try:
             ctypes.CDLL(str(made))
         except OSError as error:

@@ -18,7 +18,7 @@ ATTENTION = "chunkattn_attention"
 MULTIPLY = "chunkattn_multiply"
 NORMALISE = "chunkattn_normalise"
 READ = "chunkattn_read"
-"""Names of the operators in XLA programs."""
+"""Names of the operators in XLA programs. The library has each without the underscore, its two words capitalised."""
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""
 BUILD_HINT = "with a C++ compiler, `python -m chunkattn.backends.cpu.build` makes it"
@@ -51,21 +51,17 @@ def _register() -> ctypes.CDLL:
     library = ctypes.cdll.LoadLibrary(str(LIBRARY))
     try:
         texts = library.chunkattn_use, library.chunkattn_kernel, library.chunkattn_sources
-        handlers = {
-            ATTENTION: library.ChunkattnAttention,
-            MULTIPLY: library.ChunkattnMultiply,
-            NORMALISE: library.ChunkattnNormalise,
-            READ: library.ChunkattnRead,
-        }
+        names = (ATTENTION, MULTIPLY, NORMALISE, READ)
+        handlers = {name: getattr(library, name.title().replace("_", "")) for name in names}
     except AttributeError as error:
         raise BackendError(f"{LIBRARY.name} is older than the package; {BUILD_HINT}") from error
     for function in texts:
         function.restype = ctypes.c_char_p
     if (digest := sources_digest()) and library.chunkattn_sources() != digest.encode():
         raise BackendError(f"{LIBRARY.name} was compiled from other sources than the package has; {BUILD_HINT}")
-    wanted = os.environ.get(KERNEL_VARIABLE, "")
-    if why := library.chunkattn_use(wanted.encode()):
-        raise BackendError(f"{KERNEL_VARIABLE}={wanted}: {why.decode()}")
+    kernel = os.environ.get(KERNEL_VARIABLE, "")
+    if why := library.chunkattn_use(kernel.encode()):
+        raise BackendError(f"{KERNEL_VARIABLE}={kernel}: {why.decode()}")
     for name, handler in handlers.items():
         capsule = jax.ffi.pycapsule(handler)  # type: ignore[no-untyped-call]
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
@@ -88,11 +84,11 @@ def _loaded() -> ctypes.CDLL | str:
 
 def refusal() -> str | None:
     """Return the reason why the operators cannot run in this process, or None if they can."""
-    found = _loaded()
-    return found if isinstance(found, str) else None
+    library = _loaded()
+    return library if isinstance(library, str) else None
 
 
 def kernel_name() -> str | None:
     """Return the name of the kernel in use, or None where the operators cannot run."""
-    found = _loaded()
-    return None if isinstance(found, str) else found.chunkattn_kernel().decode()
+    library = _loaded()
+    return None if isinstance(library, str) else library.chunkattn_kernel().decode()

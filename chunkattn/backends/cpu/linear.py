@@ -57,8 +57,8 @@ def serves(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> bool:
         return True
     if len(x) > MAX_ROWS or x.shape[1] % IN_STEP or len(weight) < LEAST_OUTPUTS:
         return False
-    found = order()
-    return found is not None and (x.shape[1] <= found.block or len(weight) >= LEAST_DEEP_OUTPUTS)
+    by = order()
+    return by is not None and (x.shape[1] <= by.block or len(weight) >= LEAST_DEEP_OUTPUTS)
 
 
 def any_rows() -> bool:
@@ -77,10 +77,10 @@ def order() -> Order | None:
     with jax.ensure_compile_time_eval():
         x, weight = (jnp.asarray(rng.standard_normal((n, depth)), jnp.bfloat16) for n in (4 * MAX_ROWS, outputs))
         expected = np.asarray(_xla(x, weight))[:MAX_ROWS]
-        for found in itertools.starmap(Order, itertools.product((False, True), _BLOCKS)):
-            some = (np.asarray(_native(x[:rows], weight, found)) for rows in (1, 7, MAX_ROWS))
+        for by in itertools.starmap(Order, itertools.product((False, True), _BLOCKS)):
+            some = (np.asarray(_native(x[:rows], weight, by)) for rows in (1, 7, MAX_ROWS))
             if all(np.array_equal(values, expected[: len(values)]) for values in some):
-                return found
+                return by
     return None
 
 
@@ -91,9 +91,9 @@ def multiply(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> Float32
         x: bfloat16 rows.
         weight: bfloat16 weight.
     """
-    found = _IGNORED if any_rows() else order()
-    assert found is not None
-    return _native(x, weight, found)
+    by = _IGNORED if any_rows() else order()
+    assert by is not None
+    return _native(x, weight, by)
 
 
 def _native(x: Float[Array, "N in"], weight: Float[Array, "out in"], by: Order) -> Float32[Array, "N out"]:

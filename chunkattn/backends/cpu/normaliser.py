@@ -23,5 +23,5 @@ def normaliser(logits: Float32[Array, "N vocab"]) -> Float32[Array, "N 2"]:
         logits: logits of each row.
     """
     out = jax.ShapeDtypeStruct((len(logits), 2), jnp.float32)  # type: ignore[no-untyped-call]
-    found: Float32[Array, "N 2"] = jax.ffi.ffi_call(library.NORMALISE, out)(logits)
-    return found
+    normalisers: Float32[Array, "N 2"] = jax.ffi.ffi_call(library.NORMALISE, out)(logits)
+    return normalisers

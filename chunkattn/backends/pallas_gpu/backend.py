@@ -117,14 +117,10 @@ class PallasGpuBackend(AttentionBackend):
         The backend supports heads of 64, 128 or 256, up to 8 query heads per KV head, pages of 16 to 128 slots, bfloat16 and
         float16, a cache in that dtype or FP8, and Hopper.
         """
-        if spec.head_dim not in _HEAD_DIMS:
-            return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, got {spec.head_dim}"
+        if reason := spec.outside(_HEAD_DIMS, _BLOCK_SIZES, _FLOATS):
+            return reason
         if spec.num_heads > _MOST_GROUPS * spec.num_kv_heads:
             return f"at most {_MOST_GROUPS} query heads may share a KV head, got {spec.num_heads // spec.num_kv_heads}"
-        if spec.block_size not in _BLOCK_SIZES:
-            return f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {spec.block_size}"
-        if spec.dtype.name not in _FLOATS:
-            return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
         return device_refusal(cls.interpret)
 
     @property
@@ -206,8 +202,8 @@ class PallasGpuBackend(AttentionBackend):
 
         out, head = jnp.zeros_like(q), jnp.arange(self.groups)
         if (tiles := metadata.tiles) is not None:
-            found = run(tiles, metadata.tile_holes, self.tile_shape)[:, :, : tiles.tokens.shape[1] * self.groups]
-            by_token = _by_token(found.reshape(len(found), -1, self.groups, found.shape[3]))
+            outputs = run(tiles, metadata.tile_holes, self.tile_shape)[:, :, : tiles.tokens.shape[1] * self.groups]
+            by_token = _by_token(outputs.reshape(len(outputs), -1, self.groups, outputs.shape[3]))
             out = _put(out, tiles.place, by_token[jnp.maximum(tiles.place, 0)])
         if (blocks := metadata.blocks) is not None:
             block, token = jnp.divmod(jnp.maximum(blocks.place, 0), blocks.tokens.shape[1])
@@ -249,9 +245,9 @@ def _by_token(rows: Float[Array, "Hkv n groups D"]) -> Float[Array, "n H D"]:
     return rows.transpose(1, 0, 2, 3).reshape(number, heads * groups, head_dim)
 
 
-def _put(out: Float[Array, "T H D"], place: Int32[Array, " T"], found: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
+def _put(out: Float[Array, "T H D"], place: Int32[Array, " T"], values: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
     """Return `out` with the rows that have a place replaced."""
-    return jnp.where((place >= 0)[:, None, None], found, out)
+    return jnp.where((place >= 0)[:, None, None], values, out)
 
 
 def _within(

@@ -48,13 +48,15 @@ def combine(
 def _states_of(states: States, used: Bool[Array, "n K"], rows: Rows) -> list[States]:
     """Return the `K` states of each row; those not used have seen nothing."""
     flat = [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in states]
-    found = []
+    selected = []
     for k in range(used.shape[1]):
         index = (rows.block * used.shape[1] + k)[:, None] * states.values.shape[2] + rows.row
         kept = used[:, k, None]
         values, maximum, total = (x[:, index] for x in flat)
-        found.append(States(jnp.where(kept[..., None], values, 0), jnp.where(kept, maximum, LEAST), jnp.where(kept, total, 0)))
-    return found
+        selected.append(
+            States(jnp.where(kept[..., None], values, 0), jnp.where(kept, maximum, LEAST), jnp.where(kept, total, 0))
+        )
+    return selected
 
 
 def _merge(states: list[States]) -> States:

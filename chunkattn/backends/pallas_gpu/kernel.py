@@ -104,7 +104,7 @@ def attend(
             collective_axes="warpgroup",
         )
 
-    found = plgpu.kernel(
+    outputs = plgpu.kernel(
         entry,
         out_type=out_type,
         **grid,
@@ -113,7 +113,7 @@ def attend(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(items, table, holes, q, keys, values, *optional.values())
-    return States(*found) if shape.states else found[0]
+    return States(*outputs) if shape.states else outputs[0]
 
 
 def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

@@ -17,7 +17,7 @@ from chunkattn.backends.pallas_gpu import walk
 from chunkattn.backends.pallas_gpu.products import ROWS
 from chunkattn.backends.pallas_gpu.shape import Shape
 from chunkattn.backends.pallas_gpu.splits import Splits, pad, split_items
-from chunkattn.backends.tiles import Tiles, cut, cut_at_questions, full_tiles, spans, tile_ranges
+from chunkattn.backends.tiles import Tiles, cut, cut_at_questions, full_tiles, spans, tile_ranges, within
 
 MOST_SPLITS = 16
 """Splits of a row's slots, if they are one range."""
@@ -173,8 +173,8 @@ def _bounds(batch: AttentionBatch, tiles: Tiles, shape: Shape, groups: int) -> I
     """Return the largest slot and the row start of each folded row of query tiles. Rows beyond a tile's see no slot."""
     token = np.arange(shape.rows) // groups
     row = np.minimum(tiles.row[:, None] + token, len(batch.row_seq) - 1)
-    within = token < np.minimum(tiles.size, shape.rows // groups)[:, None]
-    bounds = np.stack([np.where(within, batch.row_slot[row], -1), np.where(within, batch.row_start[row], 0)], axis=1)
+    used = token < np.minimum(tiles.size, shape.rows // groups)[:, None]
+    bounds = np.stack([np.where(used, batch.row_slot[row], -1), np.where(used, batch.row_start[row], 0)], axis=1)
     return bounds.astype(np.int32).reshape(-1, 2, shape.warpgroups, ROWS)
 
 
@@ -185,7 +185,6 @@ def _tokens(
     rows = len(batch.row_seq)
     tokens = np.minimum(tiles.row[:, None] + np.arange(per_block), rows - 1)
     tile = np.repeat(np.arange(len(tiles.row)), tiles.size)
-    within = np.arange(len(tile)) - np.repeat(np.cumsum(tiles.size) - tiles.size, tiles.size)
-    place = np.full(rows, -1, np.int32)
-    place[tiles.row[tile] + within] = tile * per_block + within
+    offset, place = within(tiles.size), np.full(rows, -1, np.int32)
+    place[tiles.row[tile] + offset] = tile * per_block + offset
     return pad(tokens.astype(np.int32), bound), place

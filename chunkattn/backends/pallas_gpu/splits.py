@@ -11,7 +11,7 @@ from chunkattn.backends.base import AttentionBatch, RowWeighing, StepArray
 from chunkattn.backends.pallas_gpu import walk
 from chunkattn.backends.pallas_gpu.combine import CHUNK, REST
 from chunkattn.backends.pallas_gpu.shape import Shape
-from chunkattn.backends.tiles import Tiles
+from chunkattn.backends.tiles import Tiles, within
 
 SPLIT_SLOTS = 512
 """Unit of a split."""
@@ -88,7 +88,7 @@ def split_items(
     first = ranges.low // split
     splits = ranges.high // split - first + 1
     of_range = np.repeat(np.arange(len(splits)), splits)
-    index = first[of_range] + np.arange(len(of_range)) - np.repeat(np.cumsum(splits) - splits, splits)
+    index = first[of_range] + within(splits)
     order = np.argsort(ranges.tile[of_range], kind="stable")
     of_range, index = of_range[order], index[order]
     ranges, split = ranges.at(of_range), split[of_range]
@@ -124,7 +124,7 @@ def _ranges(base: Int32[np.ndarray, "E fields"], weighing: RowWeighing | None, t
         begin, end = weighing.begin[tiles.row], weighing.end[tiles.row]
     weighed = end > begin
     apart, together = ~weighed & (start > prefix_end), ~weighed & (start <= prefix_end)
-    found = [  # tiles, lowest and highest slot, slots of the prefix, kind
+    candidates = [  # tiles, lowest and highest slot, slots of the prefix, kind
         (apart, none, prefix_end - 1, prefix_end, REST),
         (apart, start, last, none, REST),
         (together, none, last, prefix_end, REST),
@@ -133,7 +133,7 @@ def _ranges(base: Int32[np.ndarray, "E fields"], weighing: RowWeighing | None, t
         (weighed, end, last, none, REST),
     ]
     tile = np.arange(len(start))
-    parts = [_Ranges(tile, low, high, prefix, none + kind, weighed).at(which) for which, low, high, prefix, kind in found]
+    parts = [_Ranges(tile, low, high, prefix, none + kind, weighed).at(which) for which, low, high, prefix, kind in candidates]
     ranges = _Ranges(*(np.concatenate(x) for x in zip(*parts)))
     return ranges.at(ranges.high >= ranges.low)
 

@@ -29,8 +29,7 @@ from chunkattn.backends.pallas_tpu.blocks import CHIPS, LANES, LARGE_PAGE, TABLE
 from chunkattn.backends.pallas_tpu.pages import LENGTH_BITS
 from chunkattn.backends.pallas_tpu.write import block_rows, plan_writes, write_rows
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.tiles import Tiles, cut_at_questions, spans, tile_ranges, without_chunks
-from chunkattn.errors import BackendError
+from chunkattn.backends.tiles import Tiles, cut_at_questions, over_rows, spans, tile_ranges, without_chunks
 
 KV_BYTES = 8 << 20
 """Maximum number of bytes of two KV tiles with all heads, unless tiles of one page, or of 128 slots, already exceed it."""
@@ -109,12 +108,8 @@ class PallasTpuBackend(AttentionBackend):
         The backend supports heads of 64, 128 or 256, pages of 16 to 256 slots, bfloat16 and float32, a cache in that
         dtype or in `FP8`, and TPUs from v5e on.
         """
-        if spec.head_dim not in _HEAD_DIMS:
-            return f"head_dim must be one of {', '.join(map(str, _HEAD_DIMS))}, got {spec.head_dim}"
-        if spec.block_size not in _BLOCK_SIZES:
-            return f"block_size must be one of {', '.join(map(str, _BLOCK_SIZES))}, got {spec.block_size}"
-        if spec.dtype.name not in _FLOATS:
-            return f"dtype must be {' or '.join(_FLOATS)}, got {spec.dtype.name}"
+        if reason := spec.outside(_HEAD_DIMS, _BLOCK_SIZES, _FLOATS):
+            return reason
         if spec.cache_dtype not in (spec.dtype, FP8):
             return f"K/V must be kept in {spec.dtype.name} or {FP8.name}, got {spec.cache_dtype.name}"
         backend = cls(spec)
@@ -130,8 +125,7 @@ class PallasTpuBackend(AttentionBackend):
 
     def allocate(self, num_pages: int) -> KVCache:
         """Allocate one layer's pool, `[pages, kv_heads, block_size, 2 * head_dim]` in the cache's dtype."""
-        if num_pages > self.max_pages:
-            raise BackendError(f"pallas_tpu supports at most {self.max_pages} pages, got {num_pages}; use a larger block_size")
+        self.check_pages(num_pages)
         spec = self.spec
         return jnp.zeros((num_pages, spec.num_kv_heads, spec.block_size, 2 * spec.head_dim), spec.cache_dtype)
 
@@ -307,7 +301,6 @@ def _scalars(
     if weighing is not None:
         ranges = without_chunks(ranges, tiles, weighing, tile_slots)
         out[kernel.CHUNK_BEGIN], out[kernel.CHUNK_END] = weighing.begin[tiles.row], weighing.end[tiles.row]
-    edges = np.stack([tiles.row, tiles.row + tiles.size], axis=1).ravel()
     out[kernel.BLOCK] = tiles.row // size
     out[kernel.LOW] = tiles.row % size
     out[kernel.HIGH] = tiles.row % size + tiles.size
@@ -315,7 +308,7 @@ def _scalars(
     out[kernel.FIRST_END], out[kernel.SECOND_START], out[kernel.SECOND_END] = ranges
     out[kernel.MIN_SLOT] = batch.row_slot[tiles.row]
     out[kernel.LAST] = batch.row_slot[tiles.row + tiles.size - 1]
-    out[kernel.MAX_START] = np.maximum.reduceat(np.append(batch.row_start, 0), edges)[::2]
+    out[kernel.MAX_START] = over_rows(np.maximum, batch, tiles)
     out[kernel.PREFIX_END] = batch.prefix_end[seq]
     return out
 

@@ -154,11 +154,11 @@ def _write_block(counts: Any, pieces: Any, kv: Any, _: Any, pool: Any, groups: A
         rows = kv[pl.ds(begin, window), :].astype(jnp.float32)
         rows = pltpu.roll(rows, (offset - (row - begin)) & (window - 1), 0)[:GROUP]
         slot = lax.broadcasted_iota(jnp.int32, (GROUP, pool.shape[3]), 0)
-        own = (slot >= offset) & (slot < offset + pieces[0, COUNT, piece])
+        written = (slot >= offset) & (slot < offset + pieces[0, COUNT, piece])
         for head in range(pool.shape[1]):
             old = groups[buffer, head].astype(jnp.float32)
             new = rows[:, head * pool.shape[3] : (head + 1) * pool.shape[3]]
-            groups[buffer, head] = jnp.where(own, new, old).astype(pool.dtype)
+            groups[buffer, head] = jnp.where(written, new, old).astype(pool.dtype)
 
         @pl.when(pieces[0, LAST, piece] == 1)
         def send() -> None:

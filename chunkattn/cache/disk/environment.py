@@ -15,7 +15,7 @@ from pathlib import Path
 import lmdb
 import lmdb.verify
 
-from chunkattn.cache.disk.files import Lengths, Unusable, reserve
+from chunkattn.cache.disk.files import Unusable, reserve
 from chunkattn.cache.disk.records import Damage
 from chunkattn.errors import ConfigError
 from chunkattn.private_files import make_private
@@ -116,7 +116,7 @@ class Environment:
                 if problems:
                     raise Damage(problems[0])
                 reserve(data, size, end)  # reading past the end raises SIGBUS; zeros fail the checksum
-            self._lengths = Lengths(data, self.path / "lock.mdb")
+            self._files = {file: file.stat() for file in (data, self.path / "lock.mdb")}
             self.env.reader_check()
             with self.env.begin() as txn:
                 names = [bytes(name) for name, _ in txn.cursor()]
@@ -180,8 +180,12 @@ class Environment:
         Raises:
             Unusable: a file is shorter than before, or could not be mapped.
         """
-        if self._fault is None and (short := self._lengths.find_short()):
-            self._fault = f"{short} has been truncated; the store is unusable until this process restarts"
+        for file, before in self._files.items() if self._fault is None else ():
+            with contextlib.suppress(OSError):  # a deleted or replaced file stays mapped whole
+                if os.path.samestat(before, now := file.stat()):
+                    self._files[file] = now
+                    if now.st_size < before.st_size:  # LMDB never shortens a file
+                        self._fault = f"{file} has been truncated; the store is unusable until this process restarts"
         if self._fault is not None:
             raise Unusable(self._fault)
 

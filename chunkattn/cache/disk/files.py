@@ -1,4 +1,4 @@
-"""Space and length of a store's files.
+"""Space of a store's files.
 
 LMDB maps its files into memory. An access to a page that the file has lost, or that the disk has no room for, ends the process
 with SIGBUS.
@@ -26,10 +26,10 @@ def is_full(error: Exception) -> bool:
 def free_bytes(folder: Path) -> int | None:
     """Return the bytes that this process may still write to the folder's file system; None if it does not tell."""
     try:
-        found = os.statvfs(folder)
+        stats = os.statvfs(folder)
     except OSError:
         return None
-    return found.f_bavail * found.f_frsize if found.f_blocks else None
+    return stats.f_bavail * stats.f_frsize if stats.f_blocks else None
 
 
 def reserve(file: Path, start: int, end: int) -> None:
@@ -43,27 +43,3 @@ def reserve(file: Path, start: int, end: int) -> None:
         allocate(descriptor, start, end)
     finally:
         os.close(descriptor)
-
-
-class Lengths:
-    """Lengths of open files, which LMDB never shortens.
-
-    Args:
-        files: the files, which exist.
-    """
-
-    def __init__(self, *files: Path) -> None:
-        self._seen = {str(file): os.stat(file) for file in files}
-
-    def find_short(self) -> str | None:
-        """Return a file that has been shortened since the last call, or None. A deleted or replaced file stays mapped whole."""
-        for file, before in self._seen.items():
-            try:
-                now = os.stat(file)
-            except OSError:
-                continue
-            if os.path.samestat(before, now):
-                if now.st_size < before.st_size:
-                    return file
-                self._seen[file] = now
-        return None

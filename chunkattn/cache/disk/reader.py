@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Wanted(NamedTuple):
+class Lookup(NamedTuple):
     """An entry to read.
 
     Attributes:
@@ -30,7 +30,7 @@ class Wanted(NamedTuple):
     required: bool
 
 
-Found = dict[bytes, list[np.ndarray] | None]
+Entries = dict[bytes, list[np.ndarray] | None]
 """Arrays by key; None for a missing entry. Keys that were not looked up are absent."""
 
 
@@ -44,9 +44,9 @@ class StoreReader:
 
     def __init__(self, store: KVStore, *, max_bytes: int) -> None:
         self._store, self._max_bytes, self._held = store, max_bytes, 0
-        self._waiting: deque[tuple[Hashable, Sequence[Wanted]]] = deque()
+        self._waiting: deque[tuple[Hashable, Sequence[Lookup]]] = deque()
         self._owners: set[Hashable] = set()  # submitted and neither taken nor cancelled
-        self._arrived: list[tuple[Hashable, Found]] = []
+        self._arrived: list[tuple[Hashable, Entries]] = []
         self._closed = False
         self._changed = threading.Condition()
         threading.Thread(target=self._run, name="kv-store-reader", daemon=True).start()
@@ -57,19 +57,19 @@ class StoreReader:
         with self._changed:
             return frozenset(self._owners)
 
-    def submit(self, owner: Hashable, wanted: Sequence[Wanted]) -> None:
+    def submit(self, owner: Hashable, lookups: Sequence[Lookup]) -> None:
         """Queue entries to read.
 
         Args:
             owner: owner of the entries; it must have none pending.
-            wanted: entries to read, in order.
+            lookups: entries to read, in order.
         """
         with self._changed:
             self._owners.add(owner)
-            self._waiting.append((owner, wanted))
+            self._waiting.append((owner, lookups))
             self._changed.notify_all()
 
-    def take(self, timeout: float = 0.0) -> list[tuple[Hashable, Found]]:
+    def take(self, timeout: float = 0.0) -> list[tuple[Hashable, Entries]]:
         """Return the owners with read entries, each with its entries.
 
         Call `release` with the entries when their arrays are no longer needed.
@@ -84,10 +84,10 @@ class StoreReader:
             self._owners.difference_update(owner for owner, _ in arrived)
         return arrived
 
-    def release(self, found: Found) -> None:
+    def release(self, entries: Entries) -> None:
         """Stop counting the arrays against `max_bytes`."""
         with self._changed:
-            self._held -= num_bytes(found)
+            self._held -= num_bytes(entries)
             self._changed.notify_all()
 
     def cancel(self, owner: Hashable) -> None:
@@ -96,8 +96,8 @@ class StoreReader:
             if owner in self._owners:
                 self._owners.remove(owner)
                 self._waiting = deque(job for job in self._waiting if job[0] is not owner)
-                kept = [(o, found) for o, found in self._arrived if o is not owner]
-                self._held -= sum(num_bytes(found) for o, found in self._arrived if o is owner)
+                kept = [(o, entries) for o, entries in self._arrived if o is not owner]
+                self._held -= sum(num_bytes(entries) for o, entries in self._arrived if o is owner)
                 self._arrived = kept
                 self._changed.notify_all()
 
@@ -117,27 +117,27 @@ class StoreReader:
                 self._changed.wait_for(lambda: self._closed or (self._waiting and self._held < self._max_bytes))
                 if self._closed:
                     return
-                owner, wanted = self._waiting.popleft()
-            found = self._read(wanted)
+                owner, lookups = self._waiting.popleft()
+            entries = self._read(lookups)
             with self._changed:
                 if owner in self._owners:
-                    self._held += num_bytes(found)
-                    self._arrived.append((owner, found))
+                    self._held += num_bytes(entries)
+                    self._arrived.append((owner, entries))
                     self._changed.notify_all()
 
-    def _read(self, wanted: Sequence[Wanted]) -> Found:
-        found: Found = {}
-        for key, like, required in wanted:
+    def _read(self, lookups: Sequence[Lookup]) -> Entries:
+        entries: Entries = {}
+        for key, like, required in lookups:
             try:
-                found[key] = self._store.get(key, like)
+                entries[key] = self._store.get(key, like)
             except Exception:
                 logger.warning("cannot read KV entry %s", key.hex(), exc_info=True)
-                found[key] = None
-            if required and found[key] is None:
+                entries[key] = None
+            if required and entries[key] is None:
                 break
-        return found
+        return entries
 
 
-def num_bytes(found: Found) -> int:
+def num_bytes(entries: Entries) -> int:
     """Return the bytes of all arrays."""
-    return sum(array.nbytes for arrays in found.values() for array in arrays or ())
+    return sum(array.nbytes for arrays in entries.values() for array in arrays or ())

@@ -114,10 +114,10 @@ class KVStore(contextlib.AbstractContextManager["KVStore"]):
 
     def _no_room(self) -> str:
         free = free_bytes(self.path)
-        found = "the disk, a quota or the limit on file sizes leaves too little" if free is None else f"{free} bytes are free"
+        room = "the disk, a quota or the limit on file sizes leaves too little" if free is None else f"{free} bytes are free"
         return (
             f"cannot use {self.path} as a KV store: the disk is full. A KV store needs at least {MIN_BYTES} bytes and may grow "
-            f"to {self.max_bytes}; {found}. Free some space, or give another folder"
+            f"to {self.max_bytes}; {room}. Free some space, or give another folder"
         )
 
     def __exit__(self, *_: object) -> None:
@@ -152,9 +152,9 @@ class KVStore(contextlib.AbstractContextManager["KVStore"]):
         return None
 
     def _read(self, txn: lmdb.Transaction[memoryview], key: bytes, meta: Meta, like: Like) -> list[np.ndarray]:
-        wanted = [signature(shape, np.dtype(dtype)) for shape, dtype in like]
-        if meta.arrays != wanted:
-            raise Damage(f"arrays {meta.arrays}, not {wanted}")
+        expected = [signature(shape, np.dtype(dtype)) for shape, dtype in like]
+        if meta.arrays != expected:
+            raise Damage(f"arrays {meta.arrays}, not {expected}")
         arrays, digest, index = [], xxhash.xxh3_128(), 0
         cursor = txn.cursor(self._env.data)  # unlike `Transaction.get`, it releases the GIL while reading from disk
         for shape, dtype in like:
@@ -266,12 +266,11 @@ class KVStore(contextlib.AbstractContextManager["KVStore"]):
 
     def entries(self) -> list[StoreEntry]:
         """Return all entries with sound metadata, the least recently used first."""
-        found = []
-        for last_used, key, meta in self._listed():
-            if meta is not None:
-                what = key[:TAG_BYTES].hex(), meta.kind, meta.tokens, meta.num_bytes, meta.created
-                found.append(StoreEntry(key, *what, last_used))
-        return found
+        return [
+            StoreEntry(key, key[:TAG_BYTES].hex(), meta.kind, meta.tokens, meta.num_bytes, meta.created, last_used)
+            for last_used, key, meta in self._listed()
+            if meta is not None
+        ]
 
     @property
     def num_bytes(self) -> int:

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import zmq
@@ -62,6 +62,22 @@ _LEAVE_S = 2.0
 """Seconds that the other hosts have to end in order before JAX's coordinator does, which would end them by an error."""
 
 
+class _Candidate(NamedTuple):
+    """Host that wants to take part.
+
+    Attributes:
+        sender: identity of its connection.
+        address: address where it takes calls.
+        key: public key of that port.
+        heard_at: time of its last `Hello` on the monotonic clock.
+    """
+
+    sender: bytes
+    address: str
+    key: bytes
+    heard_at: float
+
+
 class FirstHost:
     """The connections of the host that schedules. It tells every call to the other hosts.
 
@@ -110,7 +126,7 @@ class FirstHost:
             group.initialize(self._config, address, bind=address)
 
     def tell(self, call: HostCall) -> None:
-        """Send a call to every other host; see `chunkattn.engine.host_calls.Hosts`."""
+        """Send a call to every other host; see `chunkattn.engine.host_calls.Tell`."""
         self._send(self._frames.encode([call]))
 
     def _send(self, frame: bytes) -> None:
@@ -124,8 +140,7 @@ class FirstHost:
             if has_gone(monitor):
                 time.sleep(_WORDS_S)  # the host's last words come over another connection
                 self.hear(busy=False)
-                said = f": {self.failure.error_type}: {self.failure.text}" if self.failure else ""
-                return f"host {index} of {self._config.num_hosts} is gone{said}"
+                return f"host {index} of {self._config.num_hosts} is gone{f': {self.failure}' if self.failure else ''}"
         return f"the engine of another host failed: {self.failure.text}" if self.failure else None
 
     def hear(self, *, busy: bool) -> bool:
@@ -146,7 +161,7 @@ class FirstHost:
                 self._warn(f"another process says that it is host {message.host_index}; it waits for the next start")
         for sender in known:
             if busy or others - {sender}:
-                self._hellos.send_multipart([sender, TO_OTHER.encode([Busy()])])
+                self._answer(sender, Busy())
         return bool(others)
 
     def end(self) -> None:
@@ -154,7 +169,7 @@ class FirstHost:
         if self._joined:
             self._send(self._frames.encode([End()]))
             for sender in self._senders.values():  # a host that computes does not read its calls
-                self._hellos.send_multipart([sender, TO_OTHER.encode([End()])])
+                self._answer(sender, End())
             until, present = time.monotonic() + _LEAVE_S, dict(self._monitors)
             while present and time.monotonic() < until:
                 present = {index: monitor for index, monitor in present.items() if not has_gone(monitor)}
@@ -163,13 +178,12 @@ class FirstHost:
         self._gate.close()
         self._hellos.close(linger=0)
 
-    def _wait(self) -> dict[int, tuple[bytes, str, bytes]]:
-        """Wait until all other hosts say `Hello`.
+    def _answer(self, sender: bytes, message: Refused | Join | Busy | End) -> None:
+        self._hellos.send_multipart([sender, TO_OTHER.encode([message])])
 
-        Returns:
-            By host, the identity of its connection, the address where it takes calls, and the public key of that port.
-        """
-        found: dict[int, tuple[bytes, str, bytes, float]] = {}
+    def _wait(self) -> dict[int, _Candidate]:
+        """Wait until all other hosts say `Hello`, and return them by number."""
+        hosts: dict[int, _Candidate] = {}
         reported = 0.0
         while True:
             for sender, message in self._received(1000):
@@ -177,17 +191,16 @@ class FirstHost:
                     continue
                 if fault := self._fault(message):
                     self._warn(f"host {message.host_index} is refused: {fault}")
-                    self._hellos.send_multipart([sender, TO_OTHER.encode([Refused(fault)])])
+                    self._answer(sender, Refused(fault))
                 else:
-                    found[message.host_index] = sender, url(self._address, message.port), message.key, time.monotonic()
+                    address = url(self._address, message.port)
+                    hosts[message.host_index] = _Candidate(sender, address, message.key, time.monotonic())
             now = time.monotonic()
-            missing = [
-                index for index in range(1, self._config.num_hosts) if index not in found or now - found[index][3] > _FRESH_S
-            ]
-            if not missing:
-                return {index: (sender, calls, key) for index, (sender, calls, key, _) in found.items()}
+            fresh = {index for index, host in hosts.items() if now - host.heard_at <= _FRESH_S}
+            if not (missing := [str(index) for index in range(1, self._config.num_hosts) if index not in fresh]):
+                return hosts
             if now - reported > REPORT_S:
-                names = ", ".join(map(str, missing))
+                names = ", ".join(missing)
                 logger.info("waiting for host %s of %d at %s", names, self._config.num_hosts, self._config.coordinator)
                 reported = now
 
@@ -201,26 +214,26 @@ class FirstHost:
             return f"its port {hello.port} or the key of it is invalid"
         return None
 
-    def _connect(self, hosts: dict[int, tuple[bytes, str, bytes]]) -> bool:
+    def _connect(self, hosts: dict[int, _Candidate]) -> bool:
         """Connect to the hosts and let them join. Return whether all connections stand in time."""
-        for index, (_, address, key) in hosts.items():
+        for index, host in hosts.items():
             calls = self._calls[index] = beating(self._context, zmq.PUSH, self._config)
             calls.sndhwm = 0  # the first host waits for results, which bounds the calls in flight
             calls.reconnect_ivl = -1  # calls that were lost would leave the hosts apart
-            connect_with(calls, key)
+            connect_with(calls, host.key)
             self._monitors[index] = calls.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-            calls.connect(address)
+            calls.connect(host.address)
         until = time.monotonic() + CONNECT_S
         for index, monitor in self._monitors.items():
             in_time = monitor.poll(max(0, int(1000 * (until - time.monotonic()))))
             if not in_time or parse_monitor_message(monitor.recv_multipart())["event"] != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                logger.warning("host %d cannot be reached at %s", index, hosts[index][1])
+                logger.warning("host %d cannot be reached at %s", index, hosts[index].address)
                 return False
         self._send(self._frames.encode([Opened()]))
         self._port = free_port(self._ip)
-        self._senders = {index: sender for index, (sender, _, _) in hosts.items()}
+        self._senders = {index: host.sender for index, host in hosts.items()}
         for sender in self._senders.values():
-            self._hellos.send_multipart([sender, TO_OTHER.encode([Join(self._port)])])
+            self._answer(sender, Join(self._port))
         return True
 
     def _received(self, timeout_ms: int) -> Iterator[tuple[bytes, Any]]:

@@ -11,7 +11,7 @@ import msgspec
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.host_calls import HostCall
-from chunkattn.remote.frames import Frames, from_used, to_used
+from chunkattn.remote.frames import Frames, to_plain
 from chunkattn.remote.messages import Checkpoint, Failed
 
 _OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index", "group_secret_file")
@@ -70,9 +70,9 @@ class End:
     """Notice that the first host ends in order."""
 
 
-TO_FIRST = Frames([Hello, Busy, Failed], to_used, from_used)
+TO_FIRST = Frames([Hello, Busy, Failed])
 """Frames to the first host."""
-TO_OTHER = Frames([Refused, Join, Busy, End], to_used, from_used)
+TO_OTHER = Frames([Refused, Join, Busy, End])
 """Frames of the first host to another, besides calls."""
 
 
@@ -82,8 +82,7 @@ def call_frames(config: EngineConfig) -> Frames:
     Args:
         config: options of the engine, which bound the arrays of a call.
     """
-    room = max(_LEAST_ROOM_BYTES, 2 * config.max_multi_item_seq_len**2)
-    return Frames([Opened, End, *get_args(HostCall)], to_used, from_used, room)
+    return Frames([Opened, End, *get_args(HostCall)], max(_LEAST_ROOM_BYTES, 2 * config.max_multi_item_seq_len**2))
 
 
 def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         checkpoint: the checkpoint to load.
     """
     options = {name: value for name, value in asdict(config).items() if name not in _OWN_OPTIONS}
-    model = msgspec.to_builtins(checkpoint.spec, enc_hook=to_used)
+    model = msgspec.to_builtins(checkpoint.spec, enc_hook=to_plain)
     return {
         "chunkattn": version("chunkattn"),
         "jax": jax.__version__,
@@ -105,10 +104,10 @@ def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def difference(own: dict[str, Any], other: dict[str, Any]) -> str | None:
+def difference(first: dict[str, Any], other: dict[str, Any]) -> str | None:
     """Return the first trait that differs between two hosts, in words, or None."""
-    for name in own:
-        if (there := other.get(name)) != (here := own[name]):
+    for name in first:
+        if (there := other.get(name)) != (here := first[name]):
             values = f": {there!r} there, {here!r} on host 0" if len(repr((there, here))) < 120 else ""
             return f"{name} differs{values}; start every host with the same version, options and checkpoint"
     return None

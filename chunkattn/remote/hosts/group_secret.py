@@ -48,13 +48,13 @@ def read_secret(config: EngineConfig) -> bytes:
     Raises:
         ConfigError: a group that other machines can reach has no secret, or the secret cannot be read or is too short.
     """
-    file, given = config.group_secret_file, os.environ.get(VARIABLE)
-    if file is not None and given is not None:
+    file, text = config.group_secret_file, os.environ.get(VARIABLE)
+    if file is not None and text is not None:
         raise ConfigError(f"group_secret_file and {VARIABLE} are both set; set one of them")
     if file is not None:
         return _checked(_read(Path(file).expanduser(), f"group_secret_file {file}"), f"group_secret_file {file}")
-    if given is not None:
-        return _checked(os.fsencode(given), VARIABLE)
+    if text is not None:
+        return _checked(os.fsencode(text), VARIABLE)
     if not is_loopback(split_address(config.coordinator or "")[0]):
         raise ConfigError(
             f"other machines can reach the coordinator {config.coordinator}, and the group has no secret; set "

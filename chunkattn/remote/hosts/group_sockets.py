@@ -78,10 +78,10 @@ def own_address(config: EngineConfig) -> tuple[str, int]:
     """
     host, port = split_address(config.coordinator or "")
     try:
-        found = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
         with suppress(ValueError):
             return str(ip_address(host)), port
-        return (found if host.lower() == "localhost" else "*"), port
+        return (address if host.lower() == "localhost" else "*"), port
     except OSError as error:
         raise ConfigError(f"coordinator {config.coordinator!r}: {error}; name an address of host 0") from None
 

@@ -58,7 +58,7 @@ class OtherHost:
         connect_with(self._hellos, first_key)
         self._host, self._first_port = split_address(config.coordinator or "")
         self._address: str | None = None
-        self._own: str | None = None
+        self._local: str | None = None
         failed = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
         self._monitor = self._hellos.get_monitor_socket(zmq.EVENT_DISCONNECTED | failed)
         self._gate: Gate | None = None
@@ -113,27 +113,27 @@ class OtherHost:
         ZeroMQ would try one of the addresses of a name, whether it can be reached or not.
         """
         try:
-            with socket.create_connection((self._host, self._first_port), timeout=_HELLO_S) as found:
-                address, own = str(found.getpeername()[0]), str(found.getsockname()[0])
+            with socket.create_connection((self._host, self._first_port), timeout=_HELLO_S) as connection:
+                address, local = str(connection.getpeername()[0]), str(connection.getsockname()[0])
         except OSError:
             return
-        if own != self._own or self._gate is None:
-            self._listen(own)
+        if local != self._local or self._gate is None:
+            self._listen(local)
         if address != self._address:
             if self._address is not None:
                 self._hellos.disconnect(url(self._address, self._first_port))
             self._hellos.connect(url(address, self._first_port))
             self._address = address
 
-    def _listen(self, own: str) -> None:
+    def _listen(self, local: str) -> None:
         """Open the port for calls at an address of this host."""
         self._close_calls()
         self._key, secret_key = zmq.curve_keypair()
         self.calls = beating(self._context, zmq.PULL, self._config)
         self.calls.rcvhwm = 0
         listen_with(self.calls, secret_key)
-        self._gate = Gate(self.calls, f"the port for calls at {own}")
-        self._port, self._own = self.calls.bind_to_random_port(f"tcp://{bracketed(own)}"), own
+        self._gate = Gate(self.calls, f"the port for calls at {local}")
+        self._port, self._local = self.calls.bind_to_random_port(f"tcp://{bracketed(local)}"), local
 
     def _admit_first(self) -> None:
         """Wait for the connection of the first host to the port for calls. Others are closed from now on."""
