@@ -10,14 +10,12 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from chunkattn.calibration import LabelScale
-from chunkattn.calls.algorithms import too_costly
-from chunkattn.calls.decide_items import QuestionItems, read_documents
+from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
 from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
 from chunkattn.calls.decide_states import State, States, list_states, read_state
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
-from chunkattn.calls.score_calls import ScoreCalls
-from chunkattn.calls.state_calls import StateCalls
+from chunkattn.calls.score import ScoreJob
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import ScoreOutput, ScoreUsage
@@ -82,7 +80,7 @@ def decide_call(
             a list of states the message names the state.
         CapacityError: the state or a question is too long, or the call would compute more than `max_tokens_per_call`.
     """
-    limits, config = frontend.limits, frontend.config
+    limits = frontend.limits
     if limits.num_labels is not None:
         raise RequestError("this checkpoint is a sequence classifier and answers no questions; score it", param="questions")
     if method not in METHODS:
@@ -120,11 +118,7 @@ def decide_call(
     if states is None:
         ids = items.state_ids(text)
         items.check(ids)
-        calls = [items.behind_state(ids), *empty]
-        costly = too_costly(calls, config.max_tokens_per_call)
-        for call in calls:
-            call.plan(costly)
-        return ScoreCalls(calls, config.max_num_batched_tokens, finish)
+        return ScoreJob(frontend, [items.behind_state(ids), *empty], finish, 1)
     tokens, state_ids = items.document_tokens + sum(call.tokens()[items.algorithm] for call in empty), []
     for number, own in enumerate(states):
         try:
@@ -136,9 +130,7 @@ def decide_call(
         tokens += items.tokens(ids)
         limits.check_tokens(tokens, f"the first {number + 1} states with their questions", "state")
         state_ids.append(np.asarray(ids, np.int32))
-    for call in empty:
-        call.plan({})
-    return StateCalls(frontend, state_ids, items, finish, empty=empty[0] if empty else None)
+    return StatesJob(frontend, state_ids, items, finish, empty=empty[0] if empty else None)
 
 
 def _decisions(

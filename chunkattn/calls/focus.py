@@ -1,4 +1,4 @@
-"""`FocusJob`: chooses among the documents of prompts by their questions, and composes the prompts that show the choice."""
+"""Choice among the documents of prompts by their questions, before the prompts that show the choice are answered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from chunkattn.calls.focus_scores import Candidates, get_score
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.job import JobsInTurn
+from chunkattn.calls.job import Flow
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.errors import CapacityError, RequestError
@@ -15,8 +15,17 @@ from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.choice import answered, candidates_of, longest
 
 
-class FocusJob(JobsInTurn):
-    """Job that chooses documents for several prompts; see `chunkattn.calls.job.Job`.
+def choose_documents(
+    frontend: Frontend,
+    prompts: Sequence[ParsedPrompt],
+    salts: Sequence[str | None],
+    priorities: Sequence[int],
+    weighing: tuple[float, float] | None,
+    private: Sequence[bool],
+) -> tuple[int, Flow[list[ParsedPrompt]]]:
+    """Check the prompts that choose documents, and return the tokens that are scored, cached or not, with the flow.
+
+    The flow returns the prompts, each with the layout that shows its choice, and the choice.
 
     Args:
         frontend: frontend of the engine.
@@ -24,53 +33,33 @@ class FocusJob(JobsInTurn):
         salts: salt of each prompt.
         priorities: rank of each prompt.
         weighing: see `GenerateRequest`.
-        private: whether each prompt bypasses the cache; None for none.
-
-    Attributes:
-        tokens: tokens of all prompts that are scored, cached or not.
+        private: whether each prompt bypasses the cache.
 
     Raises:
         RequestError: a score cannot judge a prompt, or the engine's positions are not `shared`.
         CapacityError: a document with the question cannot fit.
     """
+    by_score: dict[str, dict[int, Candidates]] = {}
+    for place, prompt in enumerate(prompts):
+        if prompt.focus is None:
+            continue
+        if (strategy := frontend.config.position_strategy) != "shared":
+            text = f"focus needs position_strategy 'shared', this engine has {strategy!r}: its documents fit one place only"
+            raise RequestError(text, param="focus")
+        listed, numbers = by_score.setdefault(prompt.focus.score, {}), candidates_of(prompt.layout)
+        how = salts[place], priorities[place], weighing, private[place]
+        listed[place] = Candidates(prompt, numbers, frontend.gap, *how)
+    jobs = [(listed, get_score(name)(frontend, list(listed.values()))) for name, listed in by_score.items()]
 
-    unit = "documents"
+    def flow() -> Flow[list[ParsedPrompt]]:
+        shown = list(prompts)
+        for listed, job in jobs:
+            scores = yield from job.flow()
+            for (place, own), scored in zip(listed.items(), scores, strict=True):
+                shown[place] = answered(own.prompt, own.numbers, scored.values, scored.computed, frontend.gap)
+        return shown
 
-    def __init__(
-        self,
-        frontend: Frontend,
-        prompts: Sequence[ParsedPrompt],
-        salts: Sequence[str | None],
-        priorities: Sequence[int],
-        weighing: tuple[float, float] | None = None,
-        private: Sequence[bool] | None = None,
-    ) -> None:
-        self._prompts, self._gap = prompts, frontend.config.calibration.chunk_position_gap
-        by_score: dict[str, list[int]] = {}
-        self._listed: dict[int, Candidates] = {}
-        for place, prompt in enumerate(prompts):
-            if prompt.focus is None:
-                continue
-            if (strategy := frontend.config.position_strategy) != "shared":
-                text = f"focus needs position_strategy 'shared', this engine has {strategy!r}: its documents fit one place only"
-                raise RequestError(text, param="focus")
-            numbers = candidates_of(prompt.layout)
-            alone = private is not None and private[place]
-            self._listed[place] = Candidates(prompt, numbers, self._gap, salts[place], priorities[place], weighing, alone)
-            by_score.setdefault(prompt.focus.score, []).append(place)
-        self._places = list(by_score.values())
-        jobs = [get_score(name)(frontend, [self._listed[p] for p in places]) for name, places in by_score.items()]
-        super().__init__(jobs)
-        self.tokens = sum(job.tokens for job in jobs)
-
-    def result(self) -> list[ParsedPrompt]:
-        """Return the prompts, each with the layout that shows its choice, and the choice."""
-        found = list(self._prompts)
-        for places, job in zip(self._places, self._jobs, strict=True):
-            for place, scored in zip(places, job.result(), strict=True):
-                numbers = self._listed[place].numbers
-                found[place] = answered(self._prompts[place], numbers, scored.values, scored.computed, self._gap)
-        return found
+    return sum(job.tokens for _, job in jobs), flow()
 
 
 def check_longest(limits: EngineLimits, request: GenerateRequest, prompt: ParsedPrompt, gap: int) -> GenerateRequest:
@@ -79,7 +68,7 @@ def check_longest(limits: EngineLimits, request: GenerateRequest, prompt: Parsed
     Args:
         limits: limits of the engine.
         request: request with the prompt's own layout.
-        prompt: parsed prompt.
+        prompt: parsed prompt with a focus.
         gap: positions left free between prefix and documents.
 
     Raises:
@@ -87,10 +76,9 @@ def check_longest(limits: EngineLimits, request: GenerateRequest, prompt: Parsed
         CapacityError: the prompt can never fit, or fits without the documents that focus reads again.
     """
     focus = prompt.focus
-    if focus is None or focus.mode != "only":
+    assert focus is not None
+    if focus.mode != "only":
         limits.check(request, prompt.names)
-    if focus is None:
-        return request
     shown = longest(prompt, gap)
     composed = replace(request, layout=shown.layout)
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -13,7 +13,6 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import Job, JobsInTurn
 from chunkattn.calls.likelihood import LikelihoodJob, likelihood_request, stage_tokens
 from chunkattn.calls.rerank import rerank_call
-from chunkattn.calls.score_calls import ScoreCalls
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import RerankOutput
@@ -58,7 +57,7 @@ class Scored(NamedTuple):
 
 
 class ScoringJob(Job[list[Scored]], Protocol):
-    """Job that scores the candidates of several prompts.
+    """Job whose flow returns the scores of several prompts' candidates.
 
     Attributes:
         tokens: tokens of all its prompts, cached or not.
@@ -103,32 +102,6 @@ def get_score(name: str) -> FocusScore:
     if not isinstance(name, str) or name not in SCORES:
         raise RequestError(f"focus score must be one of {', '.join(SCORES)}, got {shown(name)}", param="focus")
     return SCORES[name]
-
-
-class LikelihoodScores(LikelihoodJob):
-    """Job that scores documents by the mean log-probability of the question's tokens behind them.
-
-    Args:
-        frontend: frontend of the engine.
-        listed: candidates of each prompt, which have been checked.
-    """
-
-    def __init__(self, frontend: Frontend, listed: Sequence[Candidates]) -> None:
-        self._frontend, self._listed = frontend, listed
-        count = sum(len(own.numbers) for own in listed)
-        super().__init__(self._made(), count, sum(map(_tokens, listed)), stage_tokens(frontend))
-
-    def _made(self) -> Iterator[GenerateRequest]:
-        for own in self._listed:
-            for number in own.numbers:
-                yield _request(self._frontend, own, number)
-
-    def result(self) -> list[Scored]:  # type: ignore[override]
-        """Return the scores of each prompt's documents."""
-        means = [float(np.mean(found, dtype=np.float64)) for found in super().result()]
-        ends = np.cumsum([0, *(len(own.numbers) for own in self._listed)]).tolist()
-        computed = list(self.computed.values())
-        return [Scored(means[a:b], sum(computed[a:b])) for a, b in pairwise(ends)]
 
 
 def _tokens(own: Candidates) -> int:
@@ -176,31 +149,14 @@ def likelihood(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
             number = max(own.numbers, key=lengths.__getitem__)
             names = prompt.names._replace(listed=(prompt.names.of(number),))
             frontend.limits.check(_request(frontend, own, number), names)
-    return LikelihoodScores(frontend, listed)
+    made = (_request(frontend, own, number) for own in listed for number in own.numbers)
+    ends = np.cumsum([0, *(len(own.numbers) for own in listed)]).tolist()
 
+    def finish(logprobs: list[np.ndarray], computed: list[int]) -> list[Scored]:
+        means = [float(np.mean(own, dtype=np.float64)) for own in logprobs]
+        return [Scored(means[a:b], sum(computed[a:b])) for a, b in pairwise(ends)]
 
-class RelevanceScores(JobsInTurn):
-    """Job that scores documents by their relevance; see `chunkattn.calls.job.Job`.
-
-    Args:
-        calls: rerank call of each prompt.
-        tokens: tokens of all prompts' documents, queries and templates.
-    """
-
-    unit = "documents"
-
-    def __init__(self, calls: Sequence[Job[RerankOutput]], tokens: int) -> None:
-        super().__init__(calls)
-        self.tokens = tokens
-
-    def result(self) -> list[Scored]:
-        """Return the scores of each prompt's documents."""
-        found = []
-        for job in self._jobs:
-            output = job.result()
-            by_place = sorted(output.results, key=lambda result: result.index)
-            found.append(Scored([result.logit for result in by_place], output.usage.computed_tokens))
-        return found
+    return LikelihoodJob(made, ends[-1], sum(map(_tokens, listed)), stage_tokens(frontend), finish)
 
 
 @register_focus_score("relevance")
@@ -238,10 +194,14 @@ def relevance(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
         except RequestError as error:
             param = error.param if error.param in (names.prefix, names.chunks) else "focus"
             raise type(error)(f"focus by relevance: {error}", param=param) from None
-        assert isinstance(call, ScoreCalls)  # documents come first
         calls.append(call)
         tokens += call.tokens
-    return RelevanceScores(calls, tokens)
+    return JobsInTurn(calls, lambda outputs: [_logits(output) for output in outputs], tokens)
+
+
+def _logits(output: RerankOutput) -> Scored:
+    by_place = sorted(output.results, key=lambda result: result.index)
+    return Scored([result.logit for result in by_place], output.usage.computed_tokens)
 
 
 def _sources(prompt: ParsedPrompt, numbers: Sequence[int]) -> list[str | list[int]]:

@@ -47,6 +47,7 @@ class Frontend:
         parser: parser from prompts to layouts.
         decode: function that returns the text of a token id, None without a tokenizer.
         scores: what scoring calls leave for later ones.
+        gap: positions left free between the prefix and every chunk.
         label_scales: calibration of labels by kind, from the calibration file; empty if there is none.
         limits: limits of the engine; set by `connect`.
     """
@@ -54,7 +55,7 @@ class Frontend:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.config = config
         self.tokenizer, self.eos_token_ids, self.reranker = files.tokenizer, files.eos_token_ids, files.reranker
-        self.sampling_defaults = files.sampling
+        self.sampling_defaults, self.gap = files.sampling, config.calibration.chunk_position_gap
         self.parser = self.make_parser()
         if config.multi_item_scoring_delimiter is not None:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
@@ -76,7 +77,7 @@ class Frontend:
             self.tokenizer,
             separator=config.chunk_separator,
             strategy=config.position_strategy,
-            gap=config.calibration.chunk_position_gap,
+            gap=self.gap,
             chunk_aware=config.enable_chunk_aware,
             document_template=pick_template(config.document_template, self.tokenizer),
             special_tokens_in_documents=config.special_tokens_in_documents,

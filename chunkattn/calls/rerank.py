@@ -14,12 +14,10 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.items_first import ItemsFirst, items_first_job
+from chunkattn.calls.items_first import ItemsFirst
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
-from chunkattn.calls.score import ScoreCall
-from chunkattn.calls.score_calls import ScoreCalls
+from chunkattn.calls.score import ScoreCall, ScoreJob
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
@@ -111,8 +109,8 @@ def rerank_call(
     cache_salt: str | None = None,
     priority: int = 0,
     names: Names = DOCUMENTS,
-) -> ScoreCall[RerankOutput] | ScoreCalls[RerankOutput]:
-    """Check the arguments of `LLM.rerank`, choose the algorithm and return the call, which scores documents as items.
+) -> ScoreJob[RerankOutput]:
+    """Check the arguments of `LLM.rerank`, choose the algorithm and return the job, which scores documents as items.
 
     See `LLM.rerank` and `RerankOptions` for the arguments; errors call query and documents by `names`.
 
@@ -155,15 +153,14 @@ def rerank_call(
     finish = partial(rank, documents=given, truncated=truncated, template=picked.name, column=column, top_n=top_n)
     finish = finish if frontend.reranker.activation is None else partial(finish, activation=activation)
     lists = [labels] * len(items) if labels else []
-    how: dict[str, Any] = {"apply_softmax": True, "cache_salt": cache_salt, "priority": priority}
-    how |= {"raw": len(labels) == 1, "names": names}
+    options: dict[str, Any] = {"apply_softmax": True, "cache_salt": cache_salt, "priority": priority}
+    options |= {"raw": len(labels) == 1, "names": names}
     if first:
         algorithm = _keeping(frontend, len(after)) if algorithm in (None, "auto") else algorithm
-        turned = ItemsFirst(frontend, items, shared, lists, algorithm=algorithm, **how)
-        return items_first_job(frontend, [turned], lambda outputs: finish(outputs[0]))
-    call = ScoreCall(frontend, shared, items, lists, finish=finish, algorithm=algorithm, **how)
-    call.plan(too_costly([call], frontend.config.max_tokens_per_call))
-    return call
+        turned = ItemsFirst(frontend, items, shared, lists, algorithm=algorithm, **options)
+        return ScoreJob(frontend, turned.calls, lambda outputs: finish(turned.merge(outputs)))
+    call = ScoreCall(frontend, shared, items, lists, algorithm=algorithm, **options)
+    return ScoreJob(frontend, [call], lambda outputs: finish(outputs[0]))
 
 
 def _keeping(frontend: Frontend, query_len: int) -> str:

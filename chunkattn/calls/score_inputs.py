@@ -8,13 +8,11 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.items_first import ItemsFirst, items_first_job
-from chunkattn.calls.job import Job
+from chunkattn.calls.items_first import ItemsFirst
+from chunkattn.calls.job import STAGE_STEPS
 from chunkattn.calls.labels import Labels, LabelTokenIds, read_labels
-from chunkattn.calls.score import ScoreCall
-from chunkattn.calls.score_calls import ScoreCalls
+from chunkattn.calls.score import ScoreCall, ScoreJob
 from chunkattn.engine.limits import ITEMS
 from chunkattn.errors import MissingError, RequestError
 from chunkattn.layout import Names
@@ -73,8 +71,8 @@ def score_call(
     algorithm: str | None = None,
     cache_salt: str | None = None,
     priority: int = 0,
-) -> Job[ScoreOutput | list[ScoreOutput]]:
-    """Check the arguments of `LLM.score`, choose the algorithms and return the call.
+) -> ScoreJob[ScoreOutput | list[ScoreOutput]]:
+    """Check the arguments of `LLM.score`, choose the algorithms and return the job.
 
     See `LLM.score` and `ScoreOptions` for the arguments.
 
@@ -105,22 +103,26 @@ def score_call(
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
     lists = lists_of([len(item_ids) for _, _, item_ids in parts], pairs is not None)
-    how: dict[str, Any] = {"algorithm": algorithm, "cache_salt": cache_salt, "priority": priority, "names": names}
-    how["apply_softmax"] = apply_softmax
+    options: dict[str, Any] = {"algorithm": algorithm, "cache_salt": cache_salt, "priority": priority, "names": names}
+    options["apply_softmax"] = apply_softmax
     if item_first:
         turned = [
-            ItemsFirst(frontend, [leading + item for item in item_ids], query_ids, own, **how)
+            ItemsFirst(frontend, [leading + item for item in item_ids], query_ids, own, **options)
             for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
         ]
-        return items_first_job(frontend, turned, lambda outputs: outputs[0] if pairs is None else outputs)
-    calls = [
-        ScoreCall[ScoreOutput](frontend, leading + query_ids, item_ids, own, **how)
-        for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
-    ]
-    costly = too_costly(calls, frontend.config.max_tokens_per_call)
-    for call in calls:
-        call.plan(costly)
-    return calls[0] if pairs is None else ScoreCalls[list[ScoreOutput]](calls, frontend.config.max_num_batched_tokens)
+        calls = [call for query in turned for call in query.calls]
+    else:
+        calls = [
+            ScoreCall(frontend, leading + query_ids, item_ids, own, **options)
+            for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
+        ]
+
+    def finish(outputs: list[ScoreOutput]) -> ScoreOutput | list[ScoreOutput]:
+        left = iter(outputs)
+        by_query = [query.merge([next(left) for _ in query.calls]) for query in turned] if item_first else outputs
+        return by_query[0] if pairs is None else by_query
+
+    return ScoreJob(frontend, calls, finish, STAGE_STEPS if item_first or pairs is None else 1)
 
 
 def tokenize_query(

@@ -13,6 +13,7 @@ from chunkattn.parsers.state_template import StateTemplate
 from tests.calls.test_decide import CASES, FORGED, METHODS, QUESTIONS, YES_NO, expected, shares_of, spellings
 from tests.chat_templates import CHATML
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
+from tests.flows import questions_of
 from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer
 
 STATE = "Paris is a city. Ana likes figs."
@@ -120,7 +121,7 @@ def test_documents_are_weighed_as_for_generation(folder):
     assert answer.probability == pytest.approx(masses[0] / sum(masses), rel=1e-5)
     # A look-up finds the weighed state.
     (call,) = [decide_call(llm.frontend, [STATE], [Predicate("Another.")], documents=PLAIN)]
-    ((request,),) = call.lookups()
+    (request,) = next(questions_of(call)).requests
     assert llm.core.look_up(request).total == len(request.layout)
 
 

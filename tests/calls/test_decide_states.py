@@ -13,6 +13,7 @@ from chunkattn.calls.decide_states import list_states, read_state
 from chunkattn.calls.score import ScoreCall
 from chunkattn.engine.messages import PrecomputeRequest
 from chunkattn.errors import CapacityError, RequestError
+from tests.flows import questions_of
 from tests.reranker_files import CHAT_OPTIONS
 
 QUESTIONS = [
@@ -125,7 +126,7 @@ def test_cached_states_run_first(llm, monkeypatch):
 
 
 def prefix_of(llm, state):
-    (request,) = next(iter(decide_call(llm.frontend, [state], QUESTIONS).lookups()))
+    (request,) = next(questions_of(decide_call(llm.frontend, [state], QUESTIONS))).requests
     return request.layout.token_ids
 
 

@@ -139,7 +139,12 @@ def table():
     @register_focus_score("table")
     def by_table(frontend, listed):
         scored = [Scored([found.get(own.prompt.source(number), 1.0) for number in own.numbers], 7) for own in listed]
-        return SimpleNamespace(tokens=0, total=0, done=0, pins=(), stages=lambda: iter(()), result=lambda: scored)
+
+        def flow():
+            yield from ()
+            return scored
+
+        return SimpleNamespace(tokens=0, total=0, done=0, flow=flow)
 
     yield found
     del SCORES["table"]

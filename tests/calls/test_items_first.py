@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from chunkattn import LLM, AsyncLLM
+from chunkattn.calls.job import LookUp, answer, drive
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
 from chunkattn.errors import CapacityError, RequestError
@@ -246,21 +247,20 @@ def test_stages_are_few_and_items_are_asked_for_together(llm, monkeypatch):
     query, *items = draw(14, 6, *[20] * 40)
     llm.precompute(items[39], [], use_tqdm=False)
     call = score_call(llm.frontend, query, items, label_token_ids=LABELS, item_first=True, algorithm="prefill_extend")
-    asked = []
-    for requests in call.lookups():
-        asked.append(len(requests))
-        call.decide(requests, [llm.core.look_up(request) for request in requests])
-    assert asked == [32, 8]
-    stages = []
-    for stage in call.stages():
-        stages.append(stage)
+    asked, stages = [], []
+
+    def ask(question):
+        (asked if isinstance(question, LookUp) else stages).append(question.requests)
+        return answer(llm.core, question)
+
+    drive(call.flow(), ask)
+    assert [len(requests) for requests in asked] == [32, 8]
+    for number, stage in enumerate(stages):
         assert len({type(request) for request in stage}) == 1
         if isinstance(stage[0], ScoreRequest):
-            assert {p.layout.token_ids.tobytes() for p in stages[-2]} >= {
+            assert {p.layout.token_ids.tobytes() for p in stages[number - 1]} >= {
                 request.layout.token_ids[: request.layout.prefix_len].tobytes() for request in stage
             }
-        for request in stage:
-            call._by_id.pop(request.request_id)
     kinds = [type(stage[0]) for stage in stages]
     assert len(kinds) <= 4
     assert all(before is not after for before, after in pairwise(kinds))

@@ -133,9 +133,10 @@ def test_documents_are_cut_and_nothing_else(reranker, encode):
 
     whole, cut = call(), call(max_tokens_per_doc=5)
     tail = ids_of(encode, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert cut.before == whole.before
-    assert cut.items[0] == ids_of(encode, f" {documents[0]}")[:5] + tail
-    assert cut.items[1:] == whole.items[1:]
+    (whole_call,), (cut_call,) = whole._calls, cut._calls
+    assert cut_call.before == whole_call.before
+    assert cut_call.items[0] == ids_of(encode, f" {documents[0]}")[:5] + tail
+    assert cut_call.items[1:] == whole_call.items[1:]
     assert truncated(whole) == [False] * 3
     assert truncated(cut) == [True, False, False]
     exact = len(ids_of(encode, f" {documents[0]}"))
@@ -264,9 +265,9 @@ def test_token_ids_are_documents_as_they_are(reranker, encode):
     given = [ids_of(encode, "Paris is a city."), "Paris is a city."]
     call = rerank_call(reranker.frontend, "q", given)
     end = ids_of(encode, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert call.items == [[*space, *given[0], *end], [*text, *end]]
+    assert call._calls[0].items == [[*space, *given[0], *end], [*text, *end]]
     cut = rerank_call(reranker.frontend, "q", given, max_tokens_per_doc=3)
-    assert cut.items[0] == [*space, *given[0]][:3] + end
+    assert cut._calls[0].items[0] == [*space, *given[0]][:3] + end
     output = reranker.rerank("q", given)
     assert {r.index: r.document for r in output.results} == dict(enumerate(given))
 

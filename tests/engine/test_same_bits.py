@@ -19,6 +19,7 @@ from chunkattn.engine import request, sampling
 from chunkattn.engine.runner import LABEL_WIDTHS
 from chunkattn.models import linear
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
+from tests.flows import stages_of
 from tests.gguf_files import SMOLLM2
 from tests.tiled_backend import Tiled
 
@@ -127,7 +128,7 @@ class Party:
             core.scheduler.preempt(running[int(self.rng.integers(len(running)))])
         if self.guests and self.rng.random() < 0.8:
             self.guests -= 1
-            for request in next(iter(self.guest().stages())):
+            for request in next(stages_of(self.guest())):
                 core.add(request, checked=True)
         return type(core).step(core)
 

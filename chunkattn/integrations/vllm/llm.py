@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from numbers import Integral
@@ -15,12 +15,13 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput as EngineOutput
 from vllm.sampling_params import RequestOutputKind
 
+from chunkattn.calls.job import drive
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.focus import FocusLike
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
-from chunkattn.integrations.vllm.composer import Answer, Composer, HeldKeys, PromptTask, Submission
-from chunkattn.integrations.vllm.focus import FocusReads
+from chunkattn.integrations.vllm.composer import Answer, Flow, HeldKeys, PromptTask, Submission, answer, save
+from chunkattn.integrations.vllm.focus import choose_documents
 from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
@@ -215,7 +216,7 @@ class ChunkLLM:
                 whole = error.part == "the prompt"
                 part = f"a prompt with document {number}" if whole else f"document {number}"
                 raise type(error)(error.message, param="documents", part=part) from None
-        self._run(lambda composer: composer.save(plans, lora_request), use_tqdm)
+        self._run(save(plans, self._held, lora_request), use_tqdm)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all K/V, in vLLM's prefix cache and in the store.
@@ -232,15 +233,15 @@ class ChunkLLM:
         with self._lock:
             self.llm.llm_engine.engine_core.shutdown()
 
-    def _run(self, call: Callable[[Composer], T], use_tqdm: bool) -> T:
-        """Run a call of the composer alone.
+    def _run(self, flow: Flow[T], use_tqdm: bool) -> T:
+        """Run a flow alone.
 
         Raises:
             RequestError: vLLM refuses a request.
         """
         with self._lock:
             try:
-                return call(Composer(partial(self._send, use_tqdm=use_tqdm), self._held))
+                return drive(flow, partial(self._send, use_tqdm=use_tqdm))
             except VLLMValidationError as error:
                 raise _refused(error) from error
 
@@ -270,11 +271,15 @@ class ChunkLLM:
             composed = plan(longest(prompt, self.options.gap)).composed
             if composed.kv_transfer_params is not None and (name := refused_param(param)):
                 raise RequestError(f"{name} of a prompt with chunks is not offered in vLLM; use chunkattn.LLM", param=name)
-        reads = FocusReads(prompts, self.options, self.llm.model_config.logprobs_mode, plan, ranks, lora_request)
-        prompts = reads.choose(self._run(lambda composer: composer.run(reads.tasks), use_tqdm) if reads.tasks else [])
-        tasks = [PromptTask(plan(p), param, rank, lora_request) for p, param, rank in zip(prompts, listed, ranks, strict=True)]
-        answers = self._run(lambda composer: composer.run(tasks), use_tqdm)
-        return [_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+        def flow() -> Flow[list[RequestOutput]]:
+            mode, held = self.llm.model_config.logprobs_mode, self._held
+            shown = yield from choose_documents(prompts, self.options, mode, plan, ranks, held, lora_request)
+            planned = zip(shown, listed, ranks, strict=True)
+            answers = yield from answer([PromptTask(plan(p), param, rank, lora_request) for p, param, rank in planned], held)
+            return [_output(prompt, found) for prompt, found in zip(shown, answers, strict=True)]
+
+        return self._run(flow(), use_tqdm)
 
     def _send(self, submissions: Sequence[Submission], use_tqdm: bool) -> list[EngineOutput]:
         """Run requests in vLLM, in order of submission."""
