@@ -22,13 +22,13 @@ from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, RequestError, shown
 from chunkattn.focus import FocusLike
 from chunkattn.models.loader import ModelFiles
-from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
-from chunkattn.parsers.arguments import as_list, chat_options, one_each
+from chunkattn.parsers import ParsedPrompt, PromptParser
+from chunkattn.parsers.arguments import chat_options, list_chats, one_each
 from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
-from chunkattn.parsers.prompt import Prompt
+from chunkattn.parsers.prompt import Prompt, list_prompts
 from chunkattn.parsers.state_template import StateTemplate
 
 _MAX_TEMPLATES = 16
@@ -187,11 +187,8 @@ class Frontend:
                 sequence classifier.
         """
         self.limits.check_generates()
-        if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
-            prompts = [prompts]
-        listed = as_list(prompts, "prompts")
         parser = self.parser if add_special_tokens else self.parser.without_leading()
-        return [parser.parse(prompt, chunk_aware, focus) for prompt in listed]
+        return [parser.parse(prompt, chunk_aware, focus) for prompt in list_prompts(prompts)]
 
     def parse_chat(
         self,
@@ -212,10 +209,8 @@ class Frontend:
             RequestError: as `parse`, or the template or an argument is malformed.
         """
         self.limits.check_generates()
-        listed = as_list(messages, "messages")
-        conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         options = self.template_options(template_options)
-        return [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
+        return [self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages)]
 
 
 def check_priorities(value: Any, count: int) -> list[int]:

@@ -87,10 +87,17 @@ def score_call(
 
     def read(one: Any, own: Any) -> tuple[list[int], list[int], list[list[int]]]:
         """Return the leading special tokens, and the token ids of the query and of each item."""
-        leading, query_ids, item_ids = tokenize_query(frontend, one, own, packed_ids, item_first=item_first, known=known)
+        if packed_ids is not None:
+            leading, (query_ids, item_ids) = list[int](), _packed(frontend, one, own, packed_ids)
+        else:
+            leading, query_ids, item_ids = _tokenized(frontend, one, own, known)
+            if (delimiter := frontend.config.multi_item_scoring_delimiter) is not None:
+                check_no_delimiter(query_ids, item_ids, delimiter)
         frontend.limits.check_items(leading + query_ids, item_ids, names)
         return leading, query_ids, item_ids
 
+    if packed_ids is not None and item_first:
+        raise RequestError("packed_ids begin with the query; item_first needs query and items", param="item_first")
     pairs = None if packed_ids is not None else pair_queries(query, items)
     if pairs is None:
         parts = [read(query, items)]
@@ -125,38 +132,6 @@ def score_call(
     return ScoreJob(frontend, calls, finish, STAGE_STEPS if item_first or pairs is None else 1)
 
 
-def tokenize_query(
-    frontend: Frontend,
-    query: Any,
-    items: Any,
-    packed_ids: Sequence[int] | None,
-    *,
-    item_first: bool,
-    known: dict[int, list[list[int]]],
-) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return the leading special tokens of a query and its items, the token ids of the query, and those of each item.
-
-    Args:
-        frontend: frontend of the engine.
-        query: text or token ids.
-        items: texts or token ids, of the same kind as the query.
-        packed_ids: packed token ids, instead of query and items.
-        item_first: see `LLM.score`.
-        known: token ids of the item lists of this call, by the identity of the list; new lists are added.
-
-    Raises:
-        RequestError: the query or the items are malformed.
-    """
-    if packed_ids is not None:
-        if item_first:
-            raise RequestError("packed_ids begin with the query; item_first needs query and items", param="item_first")
-        return [], *_packed(frontend, query, items, packed_ids)
-    leading, query_ids, item_ids = _tokenized(frontend, query, items, known)
-    if (delimiter := frontend.config.multi_item_scoring_delimiter) is not None:
-        check_no_delimiter(query_ids, item_ids, delimiter)
-    return leading, query_ids, item_ids
-
-
 def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int]) -> tuple[list[int], list[list[int]]]:
     """Return the token ids of a packed query and of its items."""
     delimiter = frontend.config.multi_item_scoring_delimiter
@@ -172,7 +147,14 @@ def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int
 def _tokenized(
     frontend: Frontend, query: Any, items: Any, known: dict[int, list[list[int]]]
 ) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return the leading special tokens of text, the token ids of the query, and those of each item."""
+    """Return the leading special tokens of text, the token ids of the query, and those of each item.
+
+    Args:
+        frontend: frontend of the engine.
+        query: text or token ids.
+        items: texts or token ids, of the same kind as the query.
+        known: token ids of the item lists of this call, by the identity of the list; new lists are added.
+    """
     if query is None or items is None:
         missing = "query" if query is None else "items"
         raise MissingError(f"{missing} is missing: score needs a query and items", param=missing)

@@ -1,6 +1,7 @@
 """Reranking, labels as text and lists of queries, against transformers run on whole texts; every kind of bad input."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,13 +9,14 @@ import torch
 from transformers import AutoTokenizer
 
 from chunkattn import LLM, AsyncLLM
-from chunkattn.calls.labels import resolve_labels
+from chunkattn.calls.labels import read_labels
 from chunkattn.calls.rerank import fill_template, label_ids, rank, rerank_call
 from chunkattn.calls.rerank_template import GENERIC, PLAIN, QWEN3_RERANKER, RerankTemplate
 from chunkattn.calls.score_inputs import pair_queries
 from chunkattn.engine.messages import ScoreRequest
 from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
 from chunkattn.outputs import ScoreOutput, ScoreUsage
+from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.rope.positions import make_layout
 from tests.async_helpers import OPTIONS
@@ -366,7 +368,7 @@ def test_labels_are_their_tokens(demo):
     by_ids = demo.score("Find a poet.", ["Rumi is a poet."], label_token_ids=[yes, no, yes], algorithm="serial")
     assert by_text.logprobs == by_ids.logprobs
     np.testing.assert_allclose(np.exp(by_text.logprobs), by_text.scores)
-    assert resolve_labels(demo.parser.encode, None, np.array([3, 3])) == (3, 3)
+    assert read_labels(demo.frontend, None, np.array([3, 3]))([1], False) == [[(3, 3)]]
 
 
 @pytest.mark.parametrize(
@@ -386,17 +388,18 @@ def test_labels_are_their_tokens(demo):
     ],
     ids=str,
 )
-def test_bad_labels(arguments, message, param, encode):
+def test_bad_labels(arguments, message, param, reranker):
+    given = {"labels": None, "label_token_ids": None} | arguments
     with pytest.raises(RequestError, match=message) as caught:
-        resolve_labels(encode, **arguments)
+        read_labels(reranker.frontend, **given)
     assert caught.value.param == param
 
 
-def test_a_label_that_needs_a_space_is_told_so(encode):
+def test_a_label_that_needs_a_space_is_told_so(reranker):
     with pytest.raises(RequestError, match=r"label 'meets' is \d tokens .* ' meets' is one"):
-        resolve_labels(encode, ["meets"])
+        read_labels(reranker.frontend, ["meets"], None)
     with pytest.raises(RequestError, match="labels need a tokenizer"):
-        resolve_labels(PartEncoder(None), ["yes"])
+        read_labels(SimpleNamespace(parser=PromptParser(None), limits=reranker.limits), ["yes"], None)
 
 
 # Lists of queries

@@ -24,11 +24,11 @@ from chunkattn.integrations.vllm.composer import Answer, Flow, HeldKeys, PromptT
 from chunkattn.integrations.vllm.focus import choose_documents
 from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
-from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
-from chunkattn.parsers.arguments import as_list, chat_options, check_salt, one_each
+from chunkattn.parsers import ChunkedPrompt, ParsedPrompt
+from chunkattn.parsers.arguments import chat_options, check_salt, list_chats, one_each
 from chunkattn.parsers.chat_template import load_chat_template
 from chunkattn.parsers.choice import longest
-from chunkattn.parsers.prompt import Documents, Prefix, Prompt
+from chunkattn.parsers.prompt import Documents, Prefix, Prompt, list_prompts
 
 Params: TypeAlias = "SamplingParams | vllm.SamplingParams"
 """Sampling parameters of either package."""
@@ -117,9 +117,7 @@ class ChunkLLM:
                 runs.
             CapacityError: a prompt is too long, or its documents do not fit the store.
         """
-        if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
-            prompts = [prompts]
-        parsed = [self.parser.parse(prompt, chunk_aware, focus) for prompt in as_list(prompts, "prompts")]
+        parsed = [self.parser.parse(prompt, chunk_aware, focus) for prompt in list_prompts(prompts)]
         return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def chat(
@@ -161,12 +159,10 @@ class ChunkLLM:
                 `generate`.
             CapacityError: as `generate`.
         """
-        listed = as_list(messages, "messages")
-        conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
         if chat_template is not None:
             options["chat_template"] = load_chat_template(chat_template)
-        parsed = [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
+        parsed = [self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages)]
         return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def precompute(
