@@ -430,6 +430,6 @@ class LLM:
             raise
 
 
-def _progress(total: int, wanted: bool, unit: str) -> tqdm:
+def _progress(total: int, shown: bool, unit: str) -> tqdm:
     """Return a progress bar, shown for more than 8 units when stderr is a terminal."""
-    return tqdm(total=total, unit=unit, disable=None if wanted and total > 8 else True, dynamic_ncols=True)
+    return tqdm(total=total, unit=unit, disable=None if shown and total > 8 else True, dynamic_ncols=True)

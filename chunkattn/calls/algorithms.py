@@ -130,17 +130,17 @@ class ScoreInputs:
         if self.documents is not None:
             return {"prefill_extend": query + sum(map(len, self.items))}
         labels = self.labels or [()] * len(self.items)
-        different = dict.fromkeys((tuple(item), own) for item, own in zip(self.items, labels, strict=True))
+        different = dict.fromkeys((tuple(item), read) for item, read in zip(self.items, labels, strict=True))
         items = [len(item) for item, _ in different]  # items repeated with their labels are scored once
-        own = sum(items)
+        total = sum(items)
 
         # An empty item makes `prefill_extend` compute the query's last page again.
         again = (query - 1) % self.block_size + 1 if query and not all(items) else 0
         return {
-            "serial": own + query * len(items),
-            "packed_segment": own + query * sum(1 for _ in self.packs(items)),
-            "prefill_extend": own + query + again if items else 0,
-            "packed_dense": own + query * sum(1 for _ in self.masks(items)),
+            "serial": total + query * len(items),
+            "packed_segment": total + query * sum(1 for _ in self.packs(items)),
+            "prefill_extend": total + query + again if items else 0,
+            "packed_dense": total + query * sum(1 for _ in self.masks(items)),
         }
 
 
@@ -313,8 +313,8 @@ def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
     rows = sum(lens)
     if not rows:
         return 0.0
-    own = sum(n * n for n in lens) / rows / 2  # mean slots before a row in its own item
-    tiles = -(-query // TILE_SLOTS) + (TILE_ROWS + own) / TILE_SLOTS + 0.5
+    seen = sum(n * n for n in lens) / rows / 2  # mean slots before a row in its own item
+    tiles = -(-query // TILE_SLOTS) + (TILE_ROWS + seen) / TILE_SLOTS + 0.5
     query_tiles = -(-(before + rows) // TILE_ROWS) - -(-before // TILE_ROWS)
     return query_tiles * tiles * TILE_ROWS * TILE_SLOTS
 

@@ -93,21 +93,21 @@ def decide_call(
         raise RequestError(f"calibrate is {FITTED!r}, and {reason}", param="calibrate")
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise RequestError(f"system must be a string that is not empty, got {shown(system)}", param="system")
-    states, given = list_states(state), as_list(questions, "questions")
+    states, listed = list_states(state), as_list(questions, "questions")
     text = read_state(state) if states is None else ""
-    if not given:
+    if not listed:
         raise RequestError("questions are empty", param="questions")
-    limits.check_count(len(given), "questions", "questions")
+    limits.check_count(len(listed), "questions", "questions")
     chunks = [] if documents is None else read_documents(frontend, documents)
     labels = frontend.answer_labels(system, chat_template_kwargs)
     template = labels.template
-    parts = [f"question {number}" for number in range(len(given))]
-    asked = [ask(question, method, labels, part) for question, part in zip(given, parts, strict=True)]
+    parts = [f"question {number}" for number in range(len(listed))]
+    asked = [ask(question, method, labels, part) for question, part in zip(listed, parts, strict=True)]
     _check_names(asked)
     (rank,) = check_priorities(priority, 1)
     items = QuestionItems(frontend, template, asked, parts, chunks, cache_salt=cache_salt, priority=rank)
     finish = partial(_decisions, asked, method, scales)
-    divided = [calibrate is True or (calibrate == FITTED and own.kind == "likelihood") for own in asked]
+    divided = [calibrate is True or (calibrate == FITTED and question.kind == "likelihood") for question in asked]
     empty = []
     if any(divided):
         some, names = [*compress(asked, divided)], [*compress(parts, divided)]
@@ -120,9 +120,9 @@ def decide_call(
         items.check(ids)
         return ScoreJob(frontend, [items.behind_state(ids), *empty], finish, 1)
     tokens, state_ids = items.document_tokens + sum(call.tokens()[items.algorithm] for call in empty), []
-    for number, own in enumerate(states):
+    for number, entry in enumerate(states):
         try:
-            ids = items.state_ids(read_state(own))
+            ids = items.state_ids(read_state(entry))
             items.check(ids)
         except RequestError as error:
             message = error.message if error.part == "state" else f": {error}"
@@ -148,11 +148,11 @@ def _decisions(
     rows, *empty_rows = (iter(output.logprobs or []) for output in outputs)
     answers = []
     for question in asked:
-        own = [next(rows) for _ in question.items]
+        item_rows = [next(rows) for _ in question.items]
         # With fitted labels, only texts are divided by their probability behind the content-free state.
         is_divided = empty_rows and (not scales or question.kind == "likelihood")
         empty = [next(empty_rows[0]) for _ in question.items] if is_divided else None
-        answers.append(question.answer(own, empty, scales.get(question.kind)))
+        answers.append(question.answer(item_rows, empty, scales.get(question.kind)))
     usages = [output.usage for output in outputs]
     usage = ScoreUsage(
         sum(usage.prompt_tokens for usage in usages),
@@ -164,8 +164,8 @@ def _decisions(
 
 def _check_names(asked: Sequence[AskedQuestion]) -> None:
     seen = set[str]()
-    for number, own in enumerate(asked):
-        if (name := own.question.name) is not None and name in seen:
+    for number, entry in enumerate(asked):
+        if (name := entry.question.name) is not None and name in seen:
             raise RequestError(f": the name {name!r} is used before", param="questions", part=f"question {number}")
         if name is not None:
             seen.add(name)

@@ -112,11 +112,11 @@ class Frontend:
             key = json.dumps([system, template_options], sort_keys=True)
         except (TypeError, ValueError, RecursionError):  # values that are no JSON
             return AnswerLabels(StateTemplate(self.plain, system, template_options))
-        found = self._labels.pop(key, None) or AnswerLabels(StateTemplate(self.plain, system, template_options))
-        self._labels[key] = found
+        labels = self._labels.pop(key, None) or AnswerLabels(StateTemplate(self.plain, system, template_options))
+        self._labels[key] = labels
         while len(self._labels) > _MAX_TEMPLATES:
             self._labels.popitem(last=False)
-        return found
+        return labels
 
     @property
     def default_sampling(self) -> SamplingParams:
@@ -134,24 +134,24 @@ class Frontend:
         Raises:
             RequestError: as `one_each`.
         """
-        given = self.default_sampling if params is None else params
+        chosen = self.default_sampling if params is None else params
         if params is None and "max_tokens" in self.sampling_defaults:
-            given = replace(self.default_sampling, max_tokens=None)
-        return one_each(given, SamplingParams, count, "sampling_params")
+            chosen = replace(self.default_sampling, max_tokens=None)
+        return one_each(chosen, SamplingParams, count, "sampling_params")
 
-    def template_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    def template_options(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the variables of a chat template, with the text of a template that the caller names.
 
         Args:
-            given: argument `chat_template_kwargs` of the caller.
+            variables: argument `chat_template_kwargs` of the caller.
 
         Raises:
             RequestError: an argument is malformed, or the template is (see `own_template`).
         """
-        options = chat_options(given)
-        if (own := options.get("chat_template")) is not None and self.tokenizer is not None:
+        options = chat_options(variables)
+        if (template := options.get("chat_template")) is not None and self.tokenizer is not None:
             try:
-                options["chat_template"] = own_template(self.tokenizer, own)
+                options["chat_template"] = own_template(self.tokenizer, template)
             except ConfigError as error:
                 raise RequestError(str(error), param="chat_template") from None
         return options

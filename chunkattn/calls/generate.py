@@ -8,7 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from chunkattn.calls.detokenizer import Detokenizer
-from chunkattn.calls.focus import check_longest, choose_documents
+from chunkattn.calls.focus_scores import check_longest, choose_documents
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Ask, Flow, Job, JobsInTurn, StopSample
 from chunkattn.config import SamplingParams

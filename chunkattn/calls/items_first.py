@@ -46,11 +46,11 @@ class ItemsFirst:
         keys = [(tuple(item), labels[place] if labels else None) for place, item in enumerate(items)]
         self._places = [different.setdefault(key, len(different)) for key in keys]
         self._items, self._query = items, query
-        wanted = algorithm or frontend.config.score_algorithm
+        algorithm = algorithm or frontend.config.score_algorithm
 
         def call(item: list[int], queries: list[list[int]], read: list[tuple[int, ...]]) -> ScoreCall:
-            nothing_to_keep = queries and not item and wanted in ("auto", "prefill_extend")
-            chosen = "serial" if nothing_to_keep else wanted
+            nothing_to_keep = queries and not item and algorithm in ("auto", "prefill_extend")
+            chosen = "serial" if nothing_to_keep else algorithm
             return ScoreCall(frontend, item, queries, read, algorithm=chosen, item_first=True, **options)
 
         self.calls = [call([*item], [query], [] if read is None else [read]) for item, read in different]

@@ -33,9 +33,9 @@ def read_labels(frontend: Frontend, labels: Labels | None, label_token_ids: Labe
     """
     if (classes := frontend.limits.num_labels) is not None:
         if labels is not None or label_token_ids is not None:
-            given = "label_token_ids" if labels is None else "labels"
-            reason = f"this checkpoint is a sequence classifier and scores its own {classes} classes; leave {given} out"
-            raise RequestError(reason, param=given)
+            param = "label_token_ids" if labels is None else "labels"
+            reason = f"this checkpoint is a sequence classifier and scores its own {classes} classes; leave {param} out"
+            raise RequestError(reason, param=param)
         return lambda counts, _: [[] for _ in counts]
     if labels is None and label_token_ids is None:
         raise MissingError("give either labels or label_token_ids, e.g. labels=['yes', 'no']", param="label_token_ids")

@@ -56,7 +56,9 @@ class LikelihoodJob(Generic[T]):
     def flow(self) -> Flow[T]:
         """Send the requests in order, in stages of bounded size, since documents may be uncached."""
         names: list[str] = []
-        for stage in stages(self._requests, self._stage_tokens, lambda own: len(own.layout) - own.layout.prefix_len):
+        for stage in stages(
+            self._requests, self._stage_tokens, lambda request: len(request.layout) - request.layout.prefix_len
+        ):
             self._sent |= {request.request_id: request for request in stage}
             names += [request.request_id for request in stage]
             yield Ask(stage, self._take)

@@ -124,10 +124,10 @@ class PrecomputeJob:
         """Compute the documents, or look them up, and return the report."""
         for stage in self.stages():
             if self._forget is not None:
-                found = yield LookUp(stage, self._forget)
+                answers = yield LookUp(stage, self._forget)
             else:
-                found = [result.cached for result in (yield Ask(stage))]
-            self._cached |= {request.request_id: cached for request, cached in zip(stage, found, strict=True)}
+                answers = [result.cached for result in (yield Ask(stage))]
+            self._cached |= {request.request_id: cached for request, cached in zip(stage, answers, strict=True)}
             self.done += len(stage)
         report = self.result()
         if self._forget is None:

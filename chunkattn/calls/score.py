@@ -131,7 +131,7 @@ class ScoreCall(ScoreInputs):
             RequestError: the algorithm is unknown or cannot serve the call.
             CapacityError: every suitable algorithm would compute more than `max_tokens_per_call`.
         """
-        config, limits, wanted = self._frontend.config, self._frontend.limits, self.algorithm
+        config, limits, name = self._frontend.config, self._frontend.limits, self.algorithm
         if self.documents is not None:
             if reason := costly.get("prefill_extend"):
                 text = f"the {self.names.chunks} cannot be served: {reason}; send fewer or shorter {self.names.chunks}"
@@ -140,19 +140,19 @@ class ScoreCall(ScoreInputs):
             return
         caching, window = config.enable_prefix_caching, limits.sliding_window
         refused = refusals(self, sliding_window=window, caching=caching, backends=limits.backends) | costly
-        names = AUTO if wanted == "auto" else (wanted,)
+        names = AUTO if name == "auto" else (name,)
         if all(name in refused for name in names) and (over := [name for name in names if name in costly]):
             text = f"algorithm {over[-1]!r} cannot serve this request: {costly[over[-1]]}; "
             raise CapacityError(f"{text}send fewer or shorter {self.names.chunks}", param=self.names.chunks)
         costs, cached = (predict(self, self._memory.rates, limits.steps, query_cached=known) for known in (False, True))
         extend = cached["prefill_extend"]
-        self._select = partial(select_algorithm, wanted, refused, costs, extend, item_first=self.item_first)
+        self._select = partial(select_algorithm, name, refused, costs, extend, item_first=self.item_first)
         self._query, self._shape = digests(self, self._salt_key)
         with self._memory.lock:
             known = self._memory.has_query(self._query) or self._shape in self._memory.choices
-        depends = len({self._select(query_cached=found)[0] for found in (False, True)}) > 1
+        depends = len({self._select(query_cached=cached)[0] for cached in (False, True)}) > 1
         # For items that come first, a guess is not enough: an item that was evicted is not kept again.
-        if wanted != "auto" or (known and not self.item_first) or not depends or not self._open:
+        if name != "auto" or (known and not self.item_first) or not depends or not self._open:
             self._choose(None)
 
     def _choose(self, query_cached: bool | None) -> tuple[str, dict[str, float]]:
@@ -163,8 +163,8 @@ class ScoreCall(ScoreInputs):
         """
         memory, is_auto = self._memory, self.algorithm == "auto"
         with memory.lock:
-            found = memory.has_query(self._query) if query_cached is None else query_cached
-            chosen = self._chosen = self._select(query_cached=found, before=memory.choices.get(self._shape))
+            known = memory.has_query(self._query) if query_cached is None else query_cached
+            chosen = self._chosen = self._select(query_cached=known, before=memory.choices.get(self._shape))
             if is_auto and self.is_whole and not self.item_first:
                 memory.keep_choice(self._shape, chosen[0])
         if is_auto and not self.item_first:
@@ -214,7 +214,7 @@ class ScoreCall(ScoreInputs):
             self.cached_query = query.cached.total
             self._computed += len(self.before) - self.cached_query
         places: dict[str, list[int]] = {}
-        for stage in stages(self._requests(places), most, _rows if self.extends else lambda own: len(own.layout)):
+        for stage in stages(self._requests(places), most, _rows if self.extends else lambda request: len(request.layout)):
             for result in (yield Ask(stage)):
                 self._keep(result, places.pop(result.request_id))
 
@@ -249,11 +249,11 @@ class ScoreCall(ScoreInputs):
         read = Counter[int]()  # rows of each item
         numbers = []
         for place in places:
-            own = self.labels[place]
+            labels = self.labels[place]
             if self.reads_of(place) > 1:
-                own = (own[read[place]],)
+                labels = (labels[read[place]],)
                 read[place] += 1
-            numbers.append(lists.setdefault(own, len(lists)))
+            numbers.append(lists.setdefault(labels, len(lists)))
         return tuple(lists), np.asarray(numbers, np.int32) if len(lists) > 1 else None
 
     def query_request(self) -> PrecomputeRequest:

@@ -85,12 +85,12 @@ def score_call(
     lists_of = read_labels(frontend, labels, label_token_ids)
     known: dict[int, list[list[int]]] = {}
 
-    def read(one: Any, own: Any) -> tuple[list[int], list[int], list[list[int]]]:
+    def read(one: Any, listed: Any) -> tuple[list[int], list[int], list[list[int]]]:
         """Return the leading special tokens, and the token ids of the query and of each item."""
         if packed_ids is not None:
-            leading, (query_ids, item_ids) = list[int](), _packed(frontend, one, own, packed_ids)
+            leading, (query_ids, item_ids) = list[int](), _packed(frontend, one, listed, packed_ids)
         else:
-            leading, query_ids, item_ids = _tokenized(frontend, one, own, known)
+            leading, query_ids, item_ids = _tokenized(frontend, one, listed, known)
             if (delimiter := frontend.config.multi_item_scoring_delimiter) is not None:
                 check_no_delimiter(query_ids, item_ids, delimiter)
         frontend.limits.check_items(leading + query_ids, item_ids, names)
@@ -102,11 +102,11 @@ def score_call(
     if pairs is None:
         parts = [read(query, items)]
     else:
-        frontend.limits.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries", "items")
+        frontend.limits.check_count(max(sum(len(listed) for _, listed in pairs), len(pairs)), "items of all queries", "items")
         parts = []
-        for number, (one, own) in enumerate(pairs):
+        for number, (one, listed) in enumerate(pairs):
             try:
-                parts.append(read(one, own))
+                parts.append(read(one, listed))
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
     lists = lists_of([len(item_ids) for _, _, item_ids in parts], pairs is not None)
@@ -114,14 +114,14 @@ def score_call(
     options["apply_softmax"] = apply_softmax
     if item_first:
         turned = [
-            ItemsFirst(frontend, [leading + item for item in item_ids], query_ids, own, **options)
-            for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
+            ItemsFirst(frontend, [leading + item for item in item_ids], query_ids, item_labels, **options)
+            for (leading, query_ids, item_ids), item_labels in zip(parts, lists, strict=True)
         ]
         calls = [call for query in turned for call in query.calls]
     else:
         calls = [
-            ScoreCall(frontend, leading + query_ids, item_ids, own, **options)
-            for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
+            ScoreCall(frontend, leading + query_ids, item_ids, item_labels, **options)
+            for (leading, query_ids, item_ids), item_labels in zip(parts, lists, strict=True)
         ]
 
     def finish(outputs: list[ScoreOutput]) -> ScoreOutput | list[ScoreOutput]:
@@ -158,7 +158,7 @@ def _tokenized(
     if query is None or items is None:
         missing = "query" if query is None else "items"
         raise MissingError(f"{missing} is missing: score needs a query and items", param=missing)
-    given, items = id(items), as_list(items, "items")
+    identity, items = id(items), as_list(items, "items")
     frontend.limits.check_count(len(items), "items", "items")
     kinds = {isinstance(part, str) for part in (query, *items)}
     if len(kinds) > 1:
@@ -166,11 +166,11 @@ def _tokenized(
     ids = partial(check_ids, most=frontend.parser.max_tokens)
     read, name = (ids, "items[{}]") if kinds == {False} else (frontend.parser.prompts, "item {}")
     query_ids = read(query, "query", "query")
-    if given not in known:
-        known[given] = [read(item, name.format(i), "items") for i, item in enumerate(items)]
+    if identity not in known:
+        known[identity] = [read(item, name.format(i), "items") for i, item in enumerate(items)]
     if not query_ids:
         raise RequestError("the query is empty", param="query")
-    return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[given]
+    return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[identity]
 
 
 def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
@@ -206,12 +206,12 @@ def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
                 )
         shared = list(items)  # queries share one list, so its items are tokenized once
         return [(part, shared) for part in query]
-    for index, own in enumerate(items):
-        if not is_list(own):
-            raise RequestError(f"items[{index}] must be a list of items, got {type(own).__name__}", param="items")
+    for index, entry in enumerate(items):
+        if not is_list(entry):
+            raise RequestError(f"items[{index}] must be a list of items, got {type(entry).__name__}", param="items")
     if len(items) != len(query):
         raise RequestError(f"{len(items)} lists of items for {len(query)} queries", param="items")
-    return [(part, own if isinstance(own, list) else list(own)) for part, own in zip(query, items, strict=True)]
+    return [(part, entry if isinstance(entry, list) else list(entry)) for part, entry in zip(query, items, strict=True)]
 
 
 def _is_part(value: Any) -> bool:

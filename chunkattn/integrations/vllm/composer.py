@@ -215,7 +215,7 @@ def _submit(
                 costs[number].keys.update(key for key in request.keys if key not in present and key not in paid)
         paid |= costs[number].keys
     saves = [submission for stage in stages for submission in stage.values()]
-    marked = [replace(one, request=one.request.after(own.keys)) for one, own in zip(composed, costs)]
+    marked = [replace(one, request=one.request.after(cost.keys)) for one, cost in zip(composed, costs)]
     outputs = (yield [*saves, *marked]) if saves or marked else []
     for submission, output in zip(saves, outputs):
         costs[payers[submission.request.keys]].add(submission.request, output)

@@ -255,9 +255,9 @@ class ChunkLLM:
         lora_request: Any,
     ) -> list[RequestOutput]:
         count, salt = len(prompts), check_salt(cache_salt)
-        given = SamplingParams() if params is None else params
-        kind = vllm.SamplingParams if _is_vllm(given) else SamplingParams
-        listed = [_engine_params(p) for p in one_each(given, kind, count, "sampling_params")]
+        chosen = SamplingParams() if params is None else params
+        kind = vllm.SamplingParams if _is_vllm(chosen) else SamplingParams
+        listed = [_engine_params(p) for p in one_each(chosen, kind, count, "sampling_params")]
         adapter, ranks = adapter_key(lora_request), one_each(priority, Integral, count, "priority")
 
         def plan(prompt: ParsedPrompt) -> PromptPlan:
@@ -273,7 +273,7 @@ class ChunkLLM:
             shown = yield from choose_documents(prompts, self.options, mode, plan, ranks, held, lora_request)
             planned = zip(shown, listed, ranks, strict=True)
             answers = yield from answer([PromptTask(plan(p), param, rank, lora_request) for p, param, rank in planned], held)
-            return [_output(prompt, found) for prompt, found in zip(shown, answers, strict=True)]
+            return [_output(prompt, answered) for prompt, answered in zip(shown, answers, strict=True)]
 
         return self._run(flow(), use_tqdm)
 
@@ -302,8 +302,8 @@ def submission_params(submission: Submission) -> vllm.SamplingParams:
         params.output_kind = RequestOutputKind.FINAL_ONLY
     else:
         params = submission.params.clone()
-    if (own := submission.request.kv_transfer_params) is not None:
-        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": own}
+    if (transfer := submission.request.kv_transfer_params) is not None:
+        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
     return params
 
 
@@ -319,9 +319,9 @@ def _check_vllm_options(options: Mapping[str, Any]) -> None:
             "with ChunkConnector and send the requests of plan_prompt"
         )
     check_parallel(options.get("data_parallel_size"))
-    own = {f.name for f in fields(EngineConfig)}
+    names = {f.name for f in fields(EngineConfig)}
     known = {f.name for f in fields(vllm.EngineArgs)}
-    if unknown := sorted((set(options) & own) - known):
+    if unknown := sorted((set(options) & names) - known):
         raise ConfigError(f"option {unknown[0]!r} of chunkattn.LLM does not exist in vLLM")
 
 
@@ -333,13 +333,13 @@ def _engine_params(params: Params) -> vllm.SamplingParams:
     """Return sampling parameters in vLLM's form."""
     if isinstance(params, vllm.SamplingParams):
         return params
-    given = {f.name: getattr(params, f.name) for f in fields(params)}
-    given["stop"], given["stop_token_ids"] = list(params.stop), list(params.stop_token_ids)
-    given["logit_bias"] = dict(params.logit_bias) or None
-    if not given["skip_reading_prefix_cache"]:
-        del given["skip_reading_prefix_cache"]  # vLLM then chooses, by prompt_logprobs
+    values = {f.name: getattr(params, f.name) for f in fields(params)}
+    values["stop"], values["stop_token_ids"] = list(params.stop), list(params.stop_token_ids)
+    values["logit_bias"] = dict(params.logit_bias) or None
+    if not values["skip_reading_prefix_cache"]:
+        del values["skip_reading_prefix_cache"]  # vLLM then chooses, by prompt_logprobs
     try:
-        return vllm.SamplingParams(**given)
+        return vllm.SamplingParams(**values)
     except VLLMValidationError as error:
         raise _refused(error) from error
 
@@ -351,11 +351,11 @@ def _refused(error: VLLMValidationError) -> RequestError:
 
 def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
     """Return an answer in the caller's order of chunks."""
-    found, costs = answer
-    cached, by_chunk = costs.cached(found, parts_of(prompt))
-    listed = found.prompt_logprobs
+    output, costs = answer
+    cached, by_chunk = costs.cached(output, parts_of(prompt))
+    listed = output.prompt_logprobs
     return RequestOutput(
-        request_id=found.request_id,
+        request_id=output.request_id,
         prompt=prompt.text,
         prompt_token_ids=prompt.layout.token_ids.tolist(),
         outputs=[
@@ -368,7 +368,7 @@ def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
                 finish_reason=o.finish_reason,
                 stop_reason=o.stop_reason,
             )
-            for o in found.outputs
+            for o in output.outputs
         ],
         prompt_logprobs=None if listed is None else [None if entry is None else _logprobs(entry) for entry in listed],
         chunk_lens=prompt.layout.chunk_lens,

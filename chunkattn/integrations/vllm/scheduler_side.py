@@ -74,8 +74,8 @@ class SchedulerSide:
             # vLLM would drop the answer of `match` under this flag, and compute the prompt as a plain one.
             request.skip_reading_prefix_cache = False
             # The cache keeps no log-probabilities: no request finds the blocks of a question that is read.
-            own = (secrets.token_hex(16),) if job.reads else ()
-            self._salt_block_hashes(request, request.cache_salt, *job.layout, *own)
+            nonce = (secrets.token_hex(16),) if job.reads else ()
+            self._salt_block_hashes(request, request.cache_salt, *job.layout, *nonce)
 
     def match(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond the first `num_computed`, and whether the load is asynchronous.
