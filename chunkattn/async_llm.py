@@ -16,7 +16,7 @@ from chunkattn.calls.decide import DecideOptions, decide_call
 from chunkattn.calls.decide_states import State, States
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, OutputBuilder, generate_job
-from chunkattn.calls.job import Ask, Flow, FlowEnded, Job, LookUp, advance
+from chunkattn.calls.job import Ask, Flow, Job, LookUp, Returned, advance
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
@@ -312,18 +312,18 @@ class AsyncLLM:
         with self.client.call(_check_timeout(timeout)) as call:
             self._generations[name] = call, None
             try:
-                job, flow, question = await call.prepare(_begin, (lambda: made) if isinstance(made, GenerateJob) else made)
-                while not job.builders and not call.aborted:
-                    answer = await self._answer(call, question)
+                job, flow, step = await call.prepare(_begin, (lambda: made) if isinstance(made, GenerateJob) else made)
+                while not job.builders and not call.aborted and not isinstance(step, Returned):
+                    answer = await self._answer(call, step)
                     if not call.aborted:  # else scores are missing
-                        question = await call.prepare(advance, flow, answer)
+                        step = await call.prepare(advance, flow, answer)
                 if call.aborted:  # before its start
                     return
-                assert isinstance(question, Ask)
+                assert isinstance(step, Ask)
                 (builder,) = job.builders
                 builder.output.request_id = name
                 self._generations[name] = call, builder
-                call.send(question.requests, partial(question.take, stop=self.client.stop), quiet=job.final_only)
+                call.send(step.requests, partial(step.take, stop=self.client.stop), quiet=job.final_only)
                 ended = False
                 while not ended:
                     await call.wait()
@@ -569,16 +569,15 @@ class AsyncLLM:
         pins: list[str] = []
         with self.client.call(_check_timeout(timeout)) as call:
             try:
-                _, flow, question = await call.prepare(_begin, make)
-                while True:
-                    pins += question.pins
-                    question = await call.prepare(advance, flow, await self._answer(call, question))
-            except FlowEnded as end:
-                result: T = end.args[0]
+                _, flow, step = await call.prepare(_begin, make)
+                while not isinstance(step, Returned):
+                    pins += step.pins
+                    step = await call.prepare(advance, flow, await self._answer(call, step))
             except BaseException:
                 call.abort()  # before `unpin`, so that the engine pins nothing afterwards
                 self.client.unpin(pins)
                 raise
+        result: T = step.value
         _count_usage(result)
         return result
 
@@ -590,8 +589,8 @@ class AsyncLLM:
         return [] if call.aborted else question.answer
 
 
-def _begin(make: Callable[[], J]) -> tuple[J, Flow[Any], Ask | LookUp]:
-    """Make a job and run its flow up to the first question, in a thread: both may take long."""
+def _begin(make: Callable[[], J]) -> tuple[J, Flow[Any], Ask | LookUp | Returned[Any]]:
+    """Make a job and run its flow up to the first question or its end, in a thread: both may take long."""
     job = make()
     flow = job.flow()
     return job, flow, advance(flow)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.calls.job import Ask, FlowEnded, Job, LookUp, advance
+from chunkattn.calls.job import Ask, Job, LookUp, Returned, advance
 from chunkattn.engine.messages import CachedTokens, Message, PrecomputeResult, ScoreRequest, ScoreResult, StepRates
 
 NOTHING = CachedTokens(0, (), 0)
@@ -15,11 +15,7 @@ NOTHING = CachedTokens(0, (), 0)
 def questions_of(job: Job[Any]) -> Iterator[Ask | LookUp]:
     """Yield the questions of a job. Nothing is cached, and results are made up."""
     flow, answer = job.flow(), None
-    while True:
-        try:
-            question = advance(flow, answer)
-        except FlowEnded:
-            return
+    while not isinstance(question := advance(flow, answer), Returned):
         yield question
         if isinstance(question, LookUp):
             answer = [NOTHING] * len(question.requests)

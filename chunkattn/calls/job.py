@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from chunkattn.engine.messages import EngineOutput, Message, PrecomputeRequest, RequestFailed
 
@@ -135,24 +135,27 @@ class JobsInTurn(Generic[E, T]):
         return self._finish(results)
 
 
-class FlowEnded(Exception):  # no error
-    """End of a flow, with its result. `StopIteration` cannot cross the future of a thread."""
+class Returned(NamedTuple, Generic[T]):
+    """End of a flow: `StopIteration` cannot cross the future of a thread.
+
+    Attributes:
+        value: what the flow returned.
+    """
+
+    value: T
 
 
-def advance(flow: Flow[Any], answer: Any = None) -> Ask | LookUp:
-    """Run a flow up to its next question.
+def advance(flow: Generator[Q, Any, T], answer: Any = None) -> Q | Returned[T]:
+    """Run a flow up to its next question or its end.
 
     Args:
-        flow: flow of a call.
+        flow: flow of a call, or another generator of questions.
         answer: answer to the question before; None at the beginning.
-
-    Raises:
-        FlowEnded: the flow has ended.
     """
     try:
         return flow.send(answer)
     except StopIteration as end:
-        raise FlowEnded(end.value) from None
+        return Returned(end.value)
 
 
 def drive(flow: Generator[Q, Any, T], answer: Callable[[Q], Any]) -> T:
@@ -162,14 +165,10 @@ def drive(flow: Generator[Q, Any, T], answer: Callable[[Q], Any]) -> T:
         flow: flow of a call, or another generator of questions.
         answer: function that answers a question.
     """
-    known = None
-    while True:
-        try:
-            question = flow.send(known)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        known = answer(question)
+    step = advance(flow)
+    while not isinstance(step, Returned):
+        step = advance(flow, answer(step))
+    return step.value
 
 
 def answer(core: EngineCore, question: Ask | LookUp, on_step: Callable[[], object] = lambda: None) -> list[Any]:
@@ -220,13 +219,11 @@ def together(
     while answers:
         asked: dict[int, Ask] = {}
         for number, answer in answers.items():
-            try:
-                question = advance(flows[number], answer)
-            except FlowEnded as end:
-                (results[number],) = end.args
-                continue
-            assert isinstance(question, Ask)
-            asked[number] = question
+            step = advance(flows[number], answer)
+            if isinstance(step, Ask):
+                asked[number] = step
+            elif isinstance(step, Returned):
+                results[number] = step.value
         requests = [request for question in asked.values() for request in question.requests]
         outputs: list[EngineOutput] = []
         for stage in bounded(requests, (most, size)):

@@ -1,4 +1,4 @@
-"""States of `LLM.decide`: messages as a transcript, and lists of states with the bits of single calls."""
+"""States of `LLM.decide`: messages as a transcript, and lists of states."""
 
 import asyncio
 import json
@@ -77,26 +77,6 @@ STATES = [
     "N/A",
     *(f"Letter {number}. " * number for number in range(3, 12)),
 ]
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("calibrate", [False, True])
-def test_a_list_has_the_bits_of_single_calls(method, calibrate, llm):
-    options = {"method": method, "calibrate": calibrate}
-    salts = iter(f"{method} {calibrate} {number}" for number in range(1 << 10))
-    together = llm.decide(STATES, QUESTIONS, cache_salt=next(salts), **options)
-    alone = []
-    for state in STATES:
-        one = state if isinstance(state, str) else read_state(state)
-        alone.append(llm.decide(one, QUESTIONS, cache_salt=next(salts), **options))
-    assert [output.answers for output in together] == [output.answers for output in alone]
-    assert [output.usage.prompt_tokens for output in together] == [output.usage.prompt_tokens for output in alone]
-    assert {output.method for output in together} == {method}
-    computed = [output.usage.computed_tokens for output in together]
-    if calibrate:
-        assert sum(computed) < sum(output.usage.computed_tokens for output in alone)
-    turned = llm.decide(STATES[::-1], QUESTIONS, cache_salt=next(salts), **options)
-    assert [output.answers for output in turned[::-1]] == [output.answers for output in alone]
 
 
 def test_usage_counts_the_calibration_once(llm):

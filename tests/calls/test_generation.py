@@ -72,32 +72,6 @@ def test_generation_and_scoring_share_steps(engine, prompts):
     np.testing.assert_allclose(scored, alone.logprobs, atol=1e-4)
 
 
-def test_equal_bits_in_every_order_of_documents(engine):
-    """Canonical order: log-probabilities of every step are bitwise the same."""
-    rng = np.random.default_rng(6)
-    prefix, chunks, question = [1, 2, 3], [rng.integers(0, VOCAB, n).tolist() for n in (7, 1, 19, 7, 12)], [4, 5]
-    chunks.append(chunks[0])  # a duplicate
-    params = SamplingParams(temperature=0, max_tokens=10, logprobs=5, prompt_logprobs=0)
-    llm = engine("qwen3")
-    seen = set()
-    for _ in range(24):
-        order = rng.permutation(len(chunks))
-        out = llm.generate(ChunkedPrompt(prefix, [chunks[i] for i in order], question), params)[0]
-        # The user's own order everywhere: ids and prompt log-probabilities.
-        assert out.prompt_token_ids == [*prefix, *(t for i in order for t in chunks[i]), *question]
-        assert out.chunk_lens == tuple(len(chunks[i]) for i in order)
-        by_part, start = [], 0
-        for length in (len(prefix), *out.chunk_lens, len(question)):
-            entries = out.prompt_logprobs[start : start + length]
-            by_part.append(tuple(e and tuple(lp.logprob for lp in e.values()) for e in entries))
-            start += length
-        parts = (by_part[0], tuple(by_part[1:-1][j] for j in np.argsort(order)), by_part[-1])
-        sample = out.outputs[0]
-        steps = tuple(tuple((t, lp.logprob) for t, lp in step.items()) for step in sample.logprobs)
-        seen.add((tuple(sample.token_ids), steps, parts))
-    assert len(seen) == 1
-
-
 @pytest.mark.parametrize("chunked", [False, True])
 def test_prompt_and_output_logprobs(engine, oracle, chunked):
     rng = np.random.default_rng(7)

@@ -37,10 +37,6 @@ def score(llm, query, items, **options):
     return llm.score(query, items, item_first=True, use_tqdm=False, **{"label_token_ids": LABELS, **options})
 
 
-def bits(result):
-    return [np.float32(row).tobytes() for row in result.logprobs]
-
-
 def rows_of(llm):
     """Rows that the engine has computed."""
     return sum(llm.core.metrics.value("tokens_total", kind=kind) for kind in ("prefill", "decode", "score"))
@@ -56,32 +52,6 @@ def test_scores_are_one_forward_per_item(name, algorithm, engine, oracle):
         result = score(engine(name), query, items, label_token_ids=labels, algorithm=algorithm)
         assert set(result.algorithm.split("+")) <= {"serial", "prefill_extend"}
         check(result, expected)
-
-
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.ci)])
-def test_both_forms_give_the_same_bits(dtype, engine):
-    """Alone and in company, cold and warm, in another order, after an eviction, and as a query with the item behind it."""
-    llm = engine("qwen3", dtype=dtype)
-    query, *items = draw(1, 9, 40, 16, 1, 33, 100)
-    others, (another,) = draw(2, 7, 64, 50), draw(3, 30)
-    llm.reset_prefix_cache()
-    expected = bits(score(llm, query, items, algorithm="serial"))
-    assert [*map(len, expected)] == [12] * 5
-    assert bits(score(llm, query, items)) == expected, "nothing is cached"
-    for _ in range(2):
-        assert bits(score(llm, query, items, algorithm="prefill_extend")) == expected
-        assert bits(score(llm, query, items)) == expected, "everything is cached"
-    assert bits(score(llm, query, [*others, *items[::-1]], algorithm="prefill_extend"))[3:] == expected[::-1]
-    score(llm, another, items, algorithm="prefill_extend")
-    llm.core.scheduler.trie.evict_all()
-    llm.precompute(items[3], [], use_tqdm=False)
-    mixed = score(llm, query, [*items, *others])
-    assert (mixed.algorithm, bits(mixed)[:5]) == ("prefill_extend+serial", expected)
-    for item, row in zip(items, expected, strict=True):
-        assert bits(score(llm, query, [item], algorithm="prefill_extend")) == [row]
-        llm.frontend.scores.results.clear()
-        turned = llm.score(item, [query], label_token_ids=LABELS, algorithm="packed_segment", use_tqdm=False)
-        assert bits(turned) == [row]
 
 
 def test_cached_items_are_read(llm, oracle):

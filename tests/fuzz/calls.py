@@ -14,7 +14,7 @@ from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.job import Ask as Stage
-from chunkattn.calls.job import FlowEnded, LookUp, advance
+from chunkattn.calls.job import LookUp, Returned, advance
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.rerank import rerank_call
 from chunkattn.calls.rerank_template import PLAIN
@@ -194,19 +194,18 @@ class Call:
 
     def next_stage(self) -> list[Message]:
         """Requests to send now; empty while some are open, and when the call has ended. Look-ups find nothing."""
-        while not self.open and not self.done:
-            try:
-                question = advance(self._flow, self._question and self._question.answer)
-                while isinstance(question, LookUp):
-                    question = advance(self._flow, [CachedTokens(0, (), 0)] * len(question.requests))
-            except FlowEnded as end:
-                self.done, (self.result,) = True, end.args
-                break
-            self._question = question
-            self.open = {request.request_id for request in question.requests}
-            self.requests |= {request.request_id: request for request in question.requests}
-            return list(question.requests)
-        return []
+        if self.open or self.done:
+            return []
+        step = advance(self._flow, self._question and self._question.answer)
+        while isinstance(step, LookUp):
+            step = advance(self._flow, [CachedTokens(0, (), 0)] * len(step.requests))
+        if isinstance(step, Returned):
+            self.done, self.result = True, step.value
+            return []
+        self._question = step
+        self.open = {request.request_id for request in step.requests}
+        self.requests |= {request.request_id: request for request in step.requests}
+        return list(step.requests)
 
     def take(self, event: EngineOutput) -> None:
         """Take an output of one of its requests."""
