@@ -33,19 +33,6 @@ def prompts():
     return [p for pair in zip(chunked, [*plain, *plain[:2]], strict=True) for p in pair]
 
 
-@pytest.mark.ci
-def test_mixed_batches_equal_each_prompt_alone(engine, prompts):
-    """Spans cut by a small budget, few sequences at a time, scoring and sampling in between: the same tokens."""
-    llm = engine("qwen3")
-    alone = [tokens(llm.generate(p, GREEDY))[0] for p in prompts]
-    assert tokens(llm.generate(prompts, GREEDY)) == alone
-    small = engine("qwen3", max_num_batched_tokens=24, max_num_seqs=3)
-    assert tokens(small.generate(prompts, GREEDY)) == alone
-    few_pages = engine("qwen3", kv_cache_memory_bytes=24 * small.core.runner.backend.spec.block_size * 3 * 2 * 2 * 32 * 4)
-    assert few_pages.core.runner.pool.num_pages == 24
-    assert tokens(few_pages.generate(prompts, GREEDY)) == alone
-
-
 def test_generation_and_scoring_share_steps(engine, prompts):
     """Scoring requests among running generations change neither."""
     from chunkattn.engine.messages import ScoreRequest, ScoreResult, TokenOutput

@@ -16,7 +16,6 @@ from chunkattn.calls.score_inputs import pair_queries
 from chunkattn.engine.messages import ScoreRequest
 from chunkattn.errors import CapacityError, ChunkAttnError, RequestError
 from chunkattn.outputs import ScoreOutput, ScoreUsage
-from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.rope.positions import make_layout
 from tests.async_helpers import OPTIONS
@@ -399,7 +398,7 @@ def test_a_label_that_needs_a_space_is_told_so(reranker):
     with pytest.raises(RequestError, match=r"label 'meets' is \d tokens .* ' meets' is one"):
         read_labels(reranker.frontend, ["meets"], None)
     with pytest.raises(RequestError, match="labels need a tokenizer"):
-        read_labels(SimpleNamespace(parser=PromptParser(None), limits=reranker.limits), ["yes"], None)
+        read_labels(SimpleNamespace(parser=SimpleNamespace(encode=PartEncoder(None)), limits=reranker.limits), ["yes"], None)
 
 
 # Lists of queries
