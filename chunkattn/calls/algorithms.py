@@ -28,7 +28,7 @@ STEADY = 1.13
 
 
 @dataclass(frozen=True, eq=False)
-class Documents:
+class SharedDocuments:
     """Documents of a scoring call, and the tokens between them and every item.
 
     Attributes:
@@ -81,7 +81,7 @@ class ScoreInputs:
     labels: Sequence[tuple[int, ...]] = ()
     reads: Sequence[int] = ()
     names: Names = ITEMS
-    documents: Documents | None = None
+    documents: SharedDocuments | None = None
     item_first: bool = False
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
@@ -253,14 +253,13 @@ def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -
         yield first, len(lens)
 
 
-def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes, *, query_cached: bool) -> dict[str, float]:
-    """Return the predicted seconds of every algorithm of `AUTO`, by name.
+def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes) -> tuple[dict[str, float], float]:
+    """Return the predicted seconds of every algorithm of `AUTO` by name, and those of `prefill_extend` with a cached query.
 
     Args:
         call: query and items.
         rates: the engine's rates.
         steps: sizes of the engine's steps.
-        query_cached: whether `prefill_extend` finds the query in the cache.
     """
     query, lens = call.query_len, [len(item) for item in call.items]
 
@@ -277,23 +276,22 @@ def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes, *, query_cach
     filled = [n for n in lens if n]
     packs, batches = list(call.packs(lens)), list(call.batches(filled))
     alone = _causal(query)
+    extend = seconds(
+        [sum(filled[first:last]) for first, last in batches],
+        sum(_behind(query, filled[first:last]) for first, last in batches),
+    )
+    if len(filled) < len(lens):
+        again = (query - 1) % call.block_size + 1
+        extend += seconds([again], _behind(query - again, [again]))
     costs = {
         "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),
         "packed_segment": seconds(
             [query + sum(lens[first:last]) for first, last in packs],
             sum(alone + _behind(query, lens[first:last], query) for first, last in packs),
         ),
-        "prefill_extend": seconds(
-            [sum(filled[first:last]) for first, last in batches],
-            sum(_behind(query, filled[first:last]) for first, last in batches),
-        ),
+        "prefill_extend": extend + seconds([query], alone),
     }
-    if not query_cached:
-        costs["prefill_extend"] += seconds([query], alone)
-    if len(filled) < len(lens):
-        again = (query - 1) % call.block_size + 1
-        costs["prefill_extend"] += seconds([again], _behind(query - again, [again]))
-    return costs
+    return costs, extend
 
 
 def _causal(tokens: int) -> int:

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from jaxtyping import Int32
 
-from chunkattn.calls.algorithms import Documents
+from chunkattn.calls.algorithms import SharedDocuments
 from chunkattn.calls.decide_questions import AskedQuestion
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import STAGE_LAYOUT, Flow, LookUp, bounded, together
@@ -189,11 +189,11 @@ class QuestionItems:
         )
         limits.check(request, DOCUMENTS._replace(question="questions", last=last))
 
-    def _documents(self, ids: list[int]) -> Documents:
+    def _documents(self, ids: list[int]) -> SharedDocuments:
         parser = self._frontend.parser
-        return Documents(self._chunks, ids, parser.strategy, parser.gap)
+        return SharedDocuments(self._chunks, ids, parser.strategy, parser.gap)
 
-    def _call(self, before: list[int], documents: Documents | None) -> ScoreCall:
+    def _call(self, before: list[int], documents: SharedDocuments | None) -> ScoreCall:
         return ScoreCall(
             self._frontend,
             before,

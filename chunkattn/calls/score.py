@@ -15,8 +15,8 @@ from chunkattn.calls.algorithms import (
     ALGORITHMS,
     AUTO,
     BACKENDS,
-    Documents,
     ScoreInputs,
+    SharedDocuments,
     extend_documents,
     predict,
     refusals,
@@ -94,7 +94,7 @@ class ScoreCall(ScoreInputs):
         raw: bool = False,
         names: Names = ITEMS,
         reads: Sequence[int] = (),
-        documents: Documents | None = None,
+        documents: SharedDocuments | None = None,
         item_first: bool = False,
     ) -> None:
         limits = frontend.limits
@@ -144,9 +144,8 @@ class ScoreCall(ScoreInputs):
         if all(name in refused for name in names) and (over := [name for name in names if name in costly]):
             text = f"algorithm {over[-1]!r} cannot serve this request: {costly[over[-1]]}; "
             raise CapacityError(f"{text}send fewer or shorter {self.names.chunks}", param=self.names.chunks)
-        costs, cached = (predict(self, self._memory.rates, limits.steps, query_cached=known) for known in (False, True))
-        extend = cached["prefill_extend"]
-        self._select = partial(select_algorithm, name, refused, costs, extend, item_first=self.item_first)
+        costs = predict(self, self._memory.rates, limits.steps)
+        self._select = partial(select_algorithm, name, refused, *costs, item_first=self.item_first)
         self._query, self._shape = digests(self, self._salt_key)
         with self._memory.lock:
             known = self._memory.has_query(self._query) or self._shape in self._memory.choices

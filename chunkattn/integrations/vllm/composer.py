@@ -129,15 +129,15 @@ class Costs:
         return max(0, (output.num_cached_tokens or 0) - computed), chunks
 
 
-Answer = tuple["RequestOutput", Costs]
-"""Answer to a task: vLLM's output of the composed request, and the tokens that other requests computed for the task."""
+AnsweredTask = tuple["RequestOutput", Costs]
+"""AnsweredTask to a task: vLLM's output of the composed request, and the tokens that other requests computed for the task."""
 
 Flow = Generator[Sequence[Submission], Sequence["RequestOutput"], T]
 """Call on its way: yields submissions that run together, and is sent their outputs in order."""
 
 
-def answer(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[Answer]]:
-    """Answer prompts together. A prompt that lost a document is sent again alone, after its documents.
+def answer(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[AnsweredTask]]:
+    """AnsweredTask prompts together. A prompt that lost a document is sent again alone, after its documents.
 
     Args:
         tasks: prompts to answer.
@@ -179,7 +179,7 @@ def save(plans: Sequence[PromptPlan], held: HeldKeys, lora_request: Any = None) 
         raise CapacityError(text, param="documents")
 
 
-def _round(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[Answer]]:
+def _round(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[AnsweredTask]]:
     composed = [task.submission(task.plan.composed, saves=False) for task in tasks]
     _, outputs, costs = yield from _submit(tasks, composed, held, held)
     for task, output in zip(tasks, outputs, strict=True):

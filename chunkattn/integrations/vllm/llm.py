@@ -20,7 +20,7 @@ from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.focus import FocusLike
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
-from chunkattn.integrations.vllm.composer import Answer, Flow, HeldKeys, PromptTask, Submission, answer, save
+from chunkattn.integrations.vllm.composer import AnsweredTask, Flow, HeldKeys, PromptTask, Submission, answer, save
 from chunkattn.integrations.vllm.focus import choose_documents
 from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
@@ -349,7 +349,7 @@ def _refused(error: VLLMValidationError) -> RequestError:
     return RequestError(str(error.args[0]), param=error.parameter)
 
 
-def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
+def _output(prompt: ParsedPrompt, answer: AnsweredTask) -> RequestOutput:
     """Return an answer in the caller's order of chunks."""
     output, costs = answer
     cached, by_chunk = costs.cached(output, parts_of(prompt))
