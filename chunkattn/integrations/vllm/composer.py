@@ -130,14 +130,14 @@ class Costs:
 
 
 AnsweredTask = tuple["RequestOutput", Costs]
-"""AnsweredTask to a task: vLLM's output of the composed request, and the tokens that other requests computed for the task."""
+"""Answer to a task: vLLM's output of the composed request, and the tokens that other requests computed for the task."""
 
 Flow = Generator[Sequence[Submission], Sequence["RequestOutput"], T]
 """Call on its way: yields submissions that run together, and is sent their outputs in order."""
 
 
 def answer(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[AnsweredTask]]:
-    """AnsweredTask prompts together. A prompt that lost a document is sent again alone, after its documents.
+    """Answer prompts together. A prompt that lost a document is sent again alone, after its documents.
 
     Args:
         tasks: prompts to answer.
