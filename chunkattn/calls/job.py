@@ -165,10 +165,14 @@ def drive(flow: Generator[Q, Any, T], answer: Callable[[Q], Any]) -> T:
         flow: flow of a call, or another generator of questions.
         answer: function that answers a question.
     """
-    step = advance(flow)
-    while not isinstance(step, Returned):
-        step = advance(flow, answer(step))
-    return step.value
+    known = None
+    while True:
+        try:
+            question = flow.send(known)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        known = answer(question)
 
 
 def answer(core: EngineCore, question: Ask | LookUp, on_step: Callable[[], object] = lambda: None) -> list[Any]:
@@ -219,11 +223,13 @@ def together(
     while answers:
         asked: dict[int, Ask] = {}
         for number, answer in answers.items():
-            step = advance(flows[number], answer)
-            if isinstance(step, Ask):
-                asked[number] = step
-            elif isinstance(step, Returned):
-                results[number] = step.value
+            try:
+                question = flows[number].send(answer)
+            except StopIteration as end:
+                results[number] = end.value
+                continue
+            assert isinstance(question, Ask)
+            asked[number] = question
         requests = [request for question in asked.values() for request in question.requests]
         outputs: list[EngineOutput] = []
         for stage in bounded(requests, (most, size)):
