@@ -21,7 +21,7 @@ from chunkattn.errors import ConfigError, RequestError
 from chunkattn.focus import FocusLike
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
 from chunkattn.integrations.vllm.composer import AnsweredTask, Flow, HeldKeys, PromptTask, Submission, answer, save
-from chunkattn.integrations.vllm.focus import choose_documents
+from chunkattn.integrations.vllm.focus_reads import choose_documents
 from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ChunkedPrompt, ParsedPrompt
