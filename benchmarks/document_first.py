@@ -14,9 +14,11 @@ import json
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from chunkattn.calls.job import answer, drive
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.cli.progress import timed
 from chunkattn.outputs import ScoreOutput
@@ -29,20 +31,16 @@ ORDERS = {"documents first": True, "query first": False}
 
 def score(bench: ScoreBench, query: list[int], documents: list[list[int]], *, item_first: bool) -> ScoreOutput:
     """Score documents and a query in one order, keeping what comes first in the cache."""
-    core, labels = bench.core, list(bench.labels)
     bench.frontend.scores.results.clear()
     job: Any = score_call(
-        bench.frontend, query, documents, label_token_ids=labels, item_first=item_first, algorithm="prefill_extend"
+        bench.frontend,
+        query,
+        documents,
+        label_token_ids=list(bench.labels),
+        item_first=item_first,
+        algorithm="prefill_extend",
     )
-    for asked in job.lookups():
-        job.decide(asked, [core.look_up(request, checked=True) for request in asked])
-    for stage in job.stages():
-        for request in stage:
-            core.add(request, checked=True)
-        while core.has_work:
-            for event in core.step():
-                job.take(event, lambda *_: None)
-    output: ScoreOutput = job.result()
+    output: ScoreOutput = drive(job.flow(), partial(answer, bench.core))
     return output
 
 

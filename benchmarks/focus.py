@@ -16,12 +16,14 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from chunkattn.calls.generate import generate_job
+from chunkattn.calls.job import answer, drive
 from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.focus import MODES, Focus
@@ -44,17 +46,10 @@ def ways_of(top_n: int) -> list[Way]:
 
 def first_token(bench: ScoreBench, prompt: ParsedPrompt) -> tuple[float, int]:
     """Return the seconds to the first token of an answer, and the tokens that the engine computed for it."""
-    core, computed = bench.core, 0
     began = time.perf_counter()
     job = generate_job(bench.frontend, [prompt], SamplingParams(temperature=0, max_tokens=1))
-    for stage in job.stages():
-        for request in stage:
-            core.add(request, checked=True)
-        while core.has_work:
-            for event in core.step():
-                job.take(event, lambda *_: None)
+    (output,) = drive(job.flow(), partial(answer, bench.core))
     seconds = time.perf_counter() - began
-    (output,) = job.result()
     computed = len(output.prompt_token_ids) - output.num_cached_tokens
     return seconds, computed + (output.focus.computed_tokens if output.focus else 0)
 

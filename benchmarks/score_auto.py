@@ -52,8 +52,7 @@ def measure(bench: ScoreBench, query: Query, workload: Workload, repeats: int, s
     chosen, predicted = "", {}
     for number in range(1 + repeats):
         if number == 1:
-            output = bench.call(known if query.cached else bench.ids(query.tokens), bench.items(workload)).result()
-            chosen, predicted = output.algorithm, output.predicted_seconds
+            chosen, predicted = bench.call(known if query.cached else bench.ids(query.tokens), bench.items(workload)).choice
         for name in AUTO:
             asked, items = known if query.cached else bench.ids(query.tokens), bench.items(workload)
             if query.cached:

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from numbers import Real
 from os import PathLike
 from secrets import token_hex
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
 from chunkattn.calls.decide import DecideOptions, decide_call
 from chunkattn.calls.decide_states import State, States
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.generate import GenerateJob, generate_job
-from chunkattn.calls.job import AskingJob, Job
+from chunkattn.calls.generate import GenerateJob, OutputBuilder, generate_job
+from chunkattn.calls.job import Ask, Flow, Job, LookUp, Returned, advance
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.limits import EngineLimits
-from chunkattn.engine.messages import Message, PrecomputeRequest
 from chunkattn.errors import ConfigError, EngineDeadError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.focus import FocusLike
@@ -39,6 +38,7 @@ from chunkattn.remote.messages import Checkpoint
 from chunkattn.request_record import RECORD
 
 T = TypeVar("T")
+J = TypeVar("J", bound=Job[Any])
 
 
 class AsyncLLM:
@@ -74,7 +74,7 @@ class AsyncLLM:
             raise ConfigError(f"host {self.config.host_index} of several takes no requests; run `chunkattn serve` on it")
         self.client = EngineClient(self.config, self._connect)
         self._frontend: Frontend | None = None
-        self._generations: dict[str, tuple[InflightRequests, GenerateJob | None]] = {}
+        self._generations: dict[str, tuple[InflightRequests, OutputBuilder | None]] = {}
 
     # Start and stop
 
@@ -312,17 +312,18 @@ class AsyncLLM:
         with self.client.call(_check_timeout(timeout)) as call:
             self._generations[name] = call, None
             try:
-                job = made if isinstance(made, GenerateJob) else await call.prepare(made)
-                if job.focus is not None and not call.aborted:
-                    await self._run_stages(call, job.focus, await call.prepare(_begin, job.focus))
+                job, flow, step = await call.prepare(_begin, (lambda: made) if isinstance(made, GenerateJob) else made)
+                while not job.builders and not call.aborted and not isinstance(step, Returned):
+                    answer = await self._answer(call, step)
                     if not call.aborted:  # else scores are missing
-                        await call.prepare(job.begin)
+                        step = await call.prepare(advance, flow, answer)
                 if call.aborted:  # before its start
                     return
+                assert isinstance(step, Ask)
                 (builder,) = job.builders
                 builder.output.request_id = name
-                self._generations[name] = call, job
-                call.send(job.requests, partial(job.take, stop=self.client.stop), quiet=job.final_only)
+                self._generations[name] = call, builder
+                call.send(step.requests, partial(step.take, stop=self.client.stop), quiet=job.final_only)
                 ended = False
                 while not ended:
                     await call.wait()
@@ -342,8 +343,8 @@ class AsyncLLM:
         Args:
             request_id: id that was given to `generate` or `chat`.
         """
-        call, job = self._generations.get(request_id, (None, None))
-        for completion in job.result()[0].outputs if job else []:
+        call, builder = self._generations.get(request_id, (None, None))
+        for completion in builder.read().outputs if builder else []:
             completion.finish_reason = completion.finish_reason or "abort"
         if call is not None:
             call.abort()
@@ -512,7 +513,7 @@ class AsyncLLM:
             QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
-        return await self._ask_cache(prefix, documents, options, forget=False)
+        return await self.run(partial(precompute_job, self.frontend, prefix, documents, forget=False, **options))
 
     @list_options(LookupOptions, precompute_job)
     async def forget(self, prefix: Prefix, documents: Documents, **options: Unpack[LookupOptions]) -> CacheReport:
@@ -531,15 +532,7 @@ class AsyncLLM:
             QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
-        return await self._ask_cache(prefix, documents, options, forget=True)
-
-    async def _ask_cache(self, prefix: Prefix, documents: Documents, options: LookupOptions, *, forget: bool) -> CacheReport:
-        with self.client.call() as call:
-            job = await call.prepare(partial(precompute_job, self.frontend, prefix, documents, **options))
-            stages = job.stages()
-            while (stage := await call.prepare(next, stages, None)) is not None:
-                job.note(stage, await self.client.look_up(stage, forget=forget))
-            return job.found()
+        return await self.run(partial(precompute_job, self.frontend, prefix, documents, forget=True, **options))
 
     async def unpin(self, report: CacheReport) -> None:
         """Let the cache evict the blocks that `precompute(pin=True)` pinned.
@@ -564,59 +557,43 @@ class AsyncLLM:
     # The engine's loop
 
     async def run(self, make: Callable[[], Job[T]], timeout: float | None = None) -> T:
-        """Make a job, run its stages in order and return its result. Slow CPU work runs in a thread.
+        """Make a job, run it and return its result. Slow CPU work runs in a thread.
 
         Args:
             make: makes a job with this engine's `frontend`.
             timeout: see `generate`.
 
         Raises:
-            ChunkAttnError: the job or a stage cannot be made, or as `InflightRequests.finish`.
+            ChunkAttnError: the job or a request cannot be made, or as `InflightRequests.finish`.
         """
-
-        def begin() -> tuple[Job[T], _Begun]:
-            job = make()
-            return job, _begin(job)
-
+        pins: list[str] = []
         with self.client.call(_check_timeout(timeout)) as call:
-            job, begun = await call.prepare(begin)
             try:
-                await self._run_stages(call, job, begun)
-                result = await self.threads.run(job.result)
-                _count_usage(result)
-                return result
+                _, flow, step = await call.prepare(_begin, make)
+                while not isinstance(step, Returned):
+                    pins += step.pins
+                    step = await call.prepare(advance, flow, await self._answer(call, step))
             except BaseException:
                 call.abort()  # before `unpin`, so that the engine pins nothing afterwards
-                self.client.unpin(job.pins)
+                self.client.unpin(pins)
                 raise
+        result: T = step.value
+        _count_usage(result)
+        return result
 
-    async def _run_stages(self, call: InflightRequests, job: Job[Any], begun: _Begun) -> None:
-        """Run the look-ups and the stages of a job in order; an aborted call ends early."""
-        asked, stage = begun.asked, begun.stage
-        while isinstance(job, AskingJob) and asked is not None and not call.aborted:
-            job.decide(asked, await call.ask(self.client.look_up(asked, forget=False)))
-            asked = await call.prepare(next, begun.lookups, None)
-            if asked is None:
-                stage = await call.prepare(next, begun.stages, None)
-        while stage is not None and not call.aborted:
-            await call.finish(stage, partial(job.take, stop=self.client.stop))
-            stage = await call.prepare(next, begun.stages, None)
+    async def _answer(self, call: InflightRequests, question: Ask | LookUp) -> Sequence[Any]:
+        """Return the engine's answer to a question; nothing if the call is aborted."""
+        if isinstance(question, LookUp):
+            return await call.ask(self.client.look_up(question.requests, forget=question.forget))
+        await call.finish(question.requests, partial(question.take, stop=self.client.stop))
+        return [] if call.aborted else question.answer
 
 
-class _Begun(NamedTuple):
-    """Iterators of a job that has begun, with the first look-up, or the first stage of a job that looks up nothing."""
-
-    lookups: Iterator[Sequence[PrecomputeRequest]]
-    stages: Iterator[Sequence[Message]]
-    asked: Sequence[PrecomputeRequest] | None
-    stage: Sequence[Message] | None
-
-
-def _begin(job: Job[Any]) -> _Begun:
-    """Begin a job, in a thread: its first stage may take long."""
-    lookups, stages = job.lookups() if isinstance(job, AskingJob) else iter(()), iter(job.stages())
-    asked = next(lookups, None)
-    return _Begun(lookups, stages, asked, None if asked else next(stages, None))
+def _begin(make: Callable[[], J]) -> tuple[J, Flow[Any], Ask | LookUp | Returned[Any]]:
+    """Make a job and run its flow up to the first question or its end, in a thread: both may take long."""
+    job = make()
+    flow = job.flow()
+    return job, flow, advance(flow)
 
 
 def snapshot(output: RequestOutput) -> RequestOutput:

@@ -13,15 +13,14 @@ from tqdm import tqdm
 from chunkattn.calls.decide import DecideOptions, decide_call
 from chunkattn.calls.decide_states import State, States
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.generate_batch import generate_batch
-from chunkattn.calls.job import AskingJob, Job
+from chunkattn.calls.generate import generate_batch
+from chunkattn.calls.job import Ask, Job, LookUp, answer, drive
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
 from chunkattn.config import SamplingParams, make_config
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.build import build_core
-from chunkattn.engine.messages import Message, RequestFailed
 from chunkattn.errors import ConfigError
 from chunkattn.focus import FocusLike
 from chunkattn.models.loader import open_files
@@ -207,7 +206,7 @@ class LLM:
         Raises:
             RequestError: as `precompute`.
         """
-        return self._look_up(prefix, documents, options, forget=False)
+        return self.run(precompute_job(self.frontend, prefix, documents, forget=False, **options), False)
 
     @list_options(LookupOptions, precompute_job)
     def forget(self, prefix: Prefix, documents: Documents, **options: Unpack[LookupOptions]) -> CacheReport:
@@ -226,14 +225,7 @@ class LLM:
         Raises:
             RequestError: as `precompute`.
         """
-        return self._look_up(prefix, documents, options, forget=True)
-
-    def _look_up(self, prefix: Prefix, documents: Documents, options: LookupOptions, *, forget: bool) -> CacheReport:
-        job = precompute_job(self.frontend, prefix, documents, **options)
-        for stage in job.stages():
-            with self._lock:
-                job.note(stage, [self.core.look_up(request, forget=forget, checked=True) for request in stage])
-        return job.found()
+        return self.run(precompute_job(self.frontend, prefix, documents, forget=True, **options), False)
 
     def unpin(self, report: CacheReport) -> None:
         """Let the cache evict the blocks that `precompute(pin=True)` pinned.
@@ -405,7 +397,7 @@ class LLM:
     # The engine's loop
 
     def run(self, job: Job[T], use_tqdm: bool = True) -> T:
-        """Run a job's stages in order and return its result. A failed job releases its requests and pins.
+        """Run a job and return its result. A failed job releases its requests and pins.
 
         Args:
             job: job made with this engine's `frontend`.
@@ -415,42 +407,29 @@ class LLM:
             CapacityError: the job does not fit beside pinned documents.
             EngineError: a step failed.
         """
+        pins: list[str] = []
         try:
             with _progress(job.total, use_tqdm, job.unit) as bar:
-                if isinstance(job, AskingJob):
-                    for asked in job.lookups():
-                        with self._lock:
-                            job.decide(asked, [self.core.look_up(request, checked=True) for request in asked])
-                for stage in job.stages():
-                    self._run_stage(stage, job, bar)
-                bar.update(job.done - bar.n)
-            return job.result()
+
+                def advance() -> None:
+                    bar.update(job.done - bar.n)
+
+                def ask(question: Ask | LookUp) -> list[Any]:
+                    advance()
+                    pins.extend(question.pins)
+                    with self._lock:
+                        return answer(self.core, question, advance)
+
+                result = drive(job.flow(), ask)
+                advance()
+                return result
         except BaseException:
-            if job.pins:  # a job without pins has no reason to wait for another thread's call
+            if pins:  # a job without pins has no reason to wait for another thread's call
                 with self._lock:
-                    self.core.unpin(job.pins)
+                    self.core.unpin(pins)
             raise
 
-    def _run_stage(self, requests: Sequence[Message], job: Job[T], bar: tqdm) -> None:
-        wanted = {request.request_id for request in requests}
-        with self._lock:
-            try:
-                for request in requests:
-                    self.core.add(request, checked=True)
-                while self.core.has_work:
-                    for output in self.core.step():
-                        if output.request_id in wanted:
-                            if isinstance(output, RequestFailed):
-                                raise output.error()
-                            job.take(output, self.core.stop)
-                            bar.update(job.done - bar.n)
-                    if self.core.disk is not None and self.core.disk_is_behind:
-                        self.core.disk.catch_up()
-            finally:
-                for request in requests:
-                    self.core.abort(request.request_id)
 
-
-def _progress(total: int, wanted: bool, unit: str) -> tqdm:
+def _progress(total: int, shown: bool, unit: str) -> tqdm:
     """Return a progress bar, shown for more than 8 units when stderr is a terminal."""
-    return tqdm(total=total, unit=unit, disable=None if wanted and total > 8 else True, dynamic_ncols=True)
+    return tqdm(total=total, unit=unit, disable=None if shown and total > 8 else True, dynamic_ncols=True)

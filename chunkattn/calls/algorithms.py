@@ -28,7 +28,7 @@ STEADY = 1.13
 
 
 @dataclass(frozen=True, eq=False)
-class Documents:
+class SharedDocuments:
     """Documents of a scoring call, and the tokens between them and every item.
 
     Attributes:
@@ -81,7 +81,7 @@ class ScoreInputs:
     labels: Sequence[tuple[int, ...]] = ()
     reads: Sequence[int] = ()
     names: Names = ITEMS
-    documents: Documents | None = None
+    documents: SharedDocuments | None = None
     item_first: bool = False
     max_pack_tokens: int = 8192
     max_multi_item_seq_len: int = 8192
@@ -130,17 +130,17 @@ class ScoreInputs:
         if self.documents is not None:
             return {"prefill_extend": query + sum(map(len, self.items))}
         labels = self.labels or [()] * len(self.items)
-        different = dict.fromkeys((tuple(item), own) for item, own in zip(self.items, labels, strict=True))
+        different = dict.fromkeys((tuple(item), read) for item, read in zip(self.items, labels, strict=True))
         items = [len(item) for item, _ in different]  # items repeated with their labels are scored once
-        own = sum(items)
+        total = sum(items)
 
         # An empty item makes `prefill_extend` compute the query's last page again.
         again = (query - 1) % self.block_size + 1 if query and not all(items) else 0
         return {
-            "serial": own + query * len(items),
-            "packed_segment": own + query * sum(1 for _ in self.packs(items)),
-            "prefill_extend": own + query + again if items else 0,
-            "packed_dense": own + query * sum(1 for _ in self.masks(items)),
+            "serial": total + query * len(items),
+            "packed_segment": total + query * sum(1 for _ in self.packs(items)),
+            "prefill_extend": total + query + again if items else 0,
+            "packed_dense": total + query * sum(1 for _ in self.masks(items)),
         }
 
 
@@ -253,14 +253,13 @@ def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -
         yield first, len(lens)
 
 
-def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes, *, query_cached: bool) -> dict[str, float]:
-    """Return the predicted seconds of every algorithm of `AUTO`, by name.
+def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes) -> tuple[dict[str, float], float]:
+    """Return the predicted seconds of every algorithm of `AUTO` by name, and those of `prefill_extend` with a cached query.
 
     Args:
         call: query and items.
         rates: the engine's rates.
         steps: sizes of the engine's steps.
-        query_cached: whether `prefill_extend` finds the query in the cache.
     """
     query, lens = call.query_len, [len(item) for item in call.items]
 
@@ -277,23 +276,22 @@ def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes, *, query_cach
     filled = [n for n in lens if n]
     packs, batches = list(call.packs(lens)), list(call.batches(filled))
     alone = _causal(query)
+    extend = seconds(
+        [sum(filled[first:last]) for first, last in batches],
+        sum(_behind(query, filled[first:last]) for first, last in batches),
+    )
+    if len(filled) < len(lens):
+        again = (query - 1) % call.block_size + 1
+        extend += seconds([again], _behind(query - again, [again]))
     costs = {
         "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),
         "packed_segment": seconds(
             [query + sum(lens[first:last]) for first, last in packs],
             sum(alone + _behind(query, lens[first:last], query) for first, last in packs),
         ),
-        "prefill_extend": seconds(
-            [sum(filled[first:last]) for first, last in batches],
-            sum(_behind(query, filled[first:last]) for first, last in batches),
-        ),
+        "prefill_extend": extend + seconds([query], alone),
     }
-    if not query_cached:
-        costs["prefill_extend"] += seconds([query], alone)
-    if len(filled) < len(lens):
-        again = (query - 1) % call.block_size + 1
-        costs["prefill_extend"] += seconds([again], _behind(query - again, [again]))
-    return costs
+    return costs, extend
 
 
 def _causal(tokens: int) -> int:
@@ -313,8 +311,8 @@ def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
     rows = sum(lens)
     if not rows:
         return 0.0
-    own = sum(n * n for n in lens) / rows / 2  # mean slots before a row in its own item
-    tiles = -(-query // TILE_SLOTS) + (TILE_ROWS + own) / TILE_SLOTS + 0.5
+    seen = sum(n * n for n in lens) / rows / 2  # mean slots before a row in its own item
+    tiles = -(-query // TILE_SLOTS) + (TILE_ROWS + seen) / TILE_SLOTS + 0.5
     query_tiles = -(-(before + rows) // TILE_ROWS) - -(-before // TILE_ROWS)
     return query_tiles * tiles * TILE_ROWS * TILE_SLOTS
 

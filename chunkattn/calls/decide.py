@@ -10,14 +10,12 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from chunkattn.calibration import LabelScale
-from chunkattn.calls.algorithms import too_costly
-from chunkattn.calls.decide_items import QuestionItems, read_documents
+from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
 from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
 from chunkattn.calls.decide_states import State, States, list_states, read_state
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
-from chunkattn.calls.score_calls import ScoreCalls
-from chunkattn.calls.state_calls import StateCalls
+from chunkattn.calls.score import ScoreJob
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import ScoreOutput, ScoreUsage
@@ -82,7 +80,7 @@ def decide_call(
             a list of states the message names the state.
         CapacityError: the state or a question is too long, or the call would compute more than `max_tokens_per_call`.
     """
-    limits, config = frontend.limits, frontend.config
+    limits = frontend.limits
     if limits.num_labels is not None:
         raise RequestError("this checkpoint is a sequence classifier and answers no questions; score it", param="questions")
     if method not in METHODS:
@@ -95,21 +93,21 @@ def decide_call(
         raise RequestError(f"calibrate is {FITTED!r}, and {reason}", param="calibrate")
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise RequestError(f"system must be a string that is not empty, got {shown(system)}", param="system")
-    states, given = list_states(state), as_list(questions, "questions")
+    states, listed = list_states(state), as_list(questions, "questions")
     text = read_state(state) if states is None else ""
-    if not given:
+    if not listed:
         raise RequestError("questions are empty", param="questions")
-    limits.check_count(len(given), "questions", "questions")
+    limits.check_count(len(listed), "questions", "questions")
     chunks = [] if documents is None else read_documents(frontend, documents)
     labels = frontend.answer_labels(system, chat_template_kwargs)
     template = labels.template
-    parts = [f"question {number}" for number in range(len(given))]
-    asked = [ask(question, method, labels, part) for question, part in zip(given, parts, strict=True)]
+    parts = [f"question {number}" for number in range(len(listed))]
+    asked = [ask(question, method, labels, part) for question, part in zip(listed, parts, strict=True)]
     _check_names(asked)
     (rank,) = check_priorities(priority, 1)
     items = QuestionItems(frontend, template, asked, parts, chunks, cache_salt=cache_salt, priority=rank)
     finish = partial(_decisions, asked, method, scales)
-    divided = [calibrate is True or (calibrate == FITTED and own.kind == "likelihood") for own in asked]
+    divided = [calibrate is True or (calibrate == FITTED and question.kind == "likelihood") for question in asked]
     empty = []
     if any(divided):
         some, names = [*compress(asked, divided)], [*compress(parts, divided)]
@@ -120,15 +118,11 @@ def decide_call(
     if states is None:
         ids = items.state_ids(text)
         items.check(ids)
-        calls = [items.behind_state(ids), *empty]
-        costly = too_costly(calls, config.max_tokens_per_call)
-        for call in calls:
-            call.plan(costly)
-        return ScoreCalls(calls, config.max_num_batched_tokens, finish)
+        return ScoreJob(frontend, [items.behind_state(ids), *empty], finish, 1)
     tokens, state_ids = items.document_tokens + sum(call.tokens()[items.algorithm] for call in empty), []
-    for number, own in enumerate(states):
+    for number, entry in enumerate(states):
         try:
-            ids = items.state_ids(read_state(own))
+            ids = items.state_ids(read_state(entry))
             items.check(ids)
         except RequestError as error:
             message = error.message if error.part == "state" else f": {error}"
@@ -136,9 +130,7 @@ def decide_call(
         tokens += items.tokens(ids)
         limits.check_tokens(tokens, f"the first {number + 1} states with their questions", "state")
         state_ids.append(np.asarray(ids, np.int32))
-    for call in empty:
-        call.plan({})
-    return StateCalls(frontend, state_ids, items, finish, empty=empty[0] if empty else None)
+    return StatesJob(frontend, state_ids, items, finish, empty=empty[0] if empty else None)
 
 
 def _decisions(
@@ -156,11 +148,11 @@ def _decisions(
     rows, *empty_rows = (iter(output.logprobs or []) for output in outputs)
     answers = []
     for question in asked:
-        own = [next(rows) for _ in question.items]
+        item_rows = [next(rows) for _ in question.items]
         # With fitted labels, only texts are divided by their probability behind the content-free state.
         is_divided = empty_rows and (not scales or question.kind == "likelihood")
         empty = [next(empty_rows[0]) for _ in question.items] if is_divided else None
-        answers.append(question.answer(own, empty, scales.get(question.kind)))
+        answers.append(question.answer(item_rows, empty, scales.get(question.kind)))
     usages = [output.usage for output in outputs]
     usage = ScoreUsage(
         sum(usage.prompt_tokens for usage in usages),
@@ -172,8 +164,8 @@ def _decisions(
 
 def _check_names(asked: Sequence[AskedQuestion]) -> None:
     seen = set[str]()
-    for number, own in enumerate(asked):
-        if (name := own.question.name) is not None and name in seen:
+    for number, entry in enumerate(asked):
+        if (name := entry.question.name) is not None and name in seen:
             raise RequestError(f": the name {name!r} is used before", param="questions", part=f"question {number}")
         if name is not None:
             seen.add(name)

@@ -204,15 +204,15 @@ def _documents(value: Any, place: str) -> list[str | list[int]]:
         return []
     if not isinstance(value, list):
         raise RequestError(f"{place}: `documents` must be a list, got {_kind(value)}", param="documents")
-    found = list[str | list[int]]()
-    for number, own in enumerate(value):
-        text = own["text"] if isinstance(own, dict) and own.keys() == {"text"} else own
+    documents = list[str | list[int]]()
+    for number, entry in enumerate(value):
+        text = entry["text"] if isinstance(entry, dict) and entry.keys() == {"text"} else entry
         if not isinstance(text, (str, list)):
-            got = f"the keys {', '.join(own)}" if isinstance(own, dict) else _kind(own)
-            wanted = "a text, an object with the key `text`, or a list of token ids"
-            raise RequestError(f"{place}: document {number} must be {wanted}, got {got}", param="documents")
-        found.append(text)
-    return found
+            got = f"the keys {', '.join(entry)}" if isinstance(entry, dict) else _kind(entry)
+            expected = "a text, an object with the key `text`, or a list of token ids"
+            raise RequestError(f"{place}: document {number} must be {expected}, got {got}", param="documents")
+        documents.append(text)
+    return documents
 
 
 # Answers
@@ -238,7 +238,7 @@ def _answer(answer: Answer) -> dict[str, Any]:
         "type": "choice" if is_choice else "rating",
         **first,
         "confidence": answer.confidence,
-        "probabilities": [{key: own, "probability": share} for own, share in answer.probabilities.items()],
+        "probabilities": [{key: option, "probability": share} for option, share in answer.probabilities.items()],
         "label_mass": answer.label_mass,
         "method": answer.method,
     }

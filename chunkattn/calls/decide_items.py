@@ -1,24 +1,28 @@
-"""`QuestionItems`: the questions of `LLM.decide` as items, and their calls behind a state and its documents."""
+"""The questions of `LLM.decide` as items, their calls behind a state and its documents, and the job of many states."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Generic, TypeVar
 
 import numpy as np
+from jaxtyping import Int32
 
-from chunkattn.calls.algorithms import Documents
+from chunkattn.calls.algorithms import SharedDocuments
 from chunkattn.calls.decide_questions import AskedQuestion
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.job import STAGE_LAYOUT
-from chunkattn.calls.score import ScoreCall
-from chunkattn.calls.score_calls import LOOKUP_BATCH
+from chunkattn.calls.job import STAGE_LAYOUT, Flow, LookUp, bounded, together
+from chunkattn.calls.score import LOOKUP_BATCH, ScoreCall
 from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
-from chunkattn.outputs import ScoreOutput
+from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import salt_key
 from chunkattn.parsers.state_template import StateTemplate
 from chunkattn.rope.positions import make_layout
+
+T = TypeVar("T")
 
 DOCUMENTS = Names("system", "documents", "state", "document", last="state")
 """Names of the parts before a question with documents."""
@@ -149,7 +153,7 @@ class QuestionItems:
         key, name = salt_key(self._cache_salt), self._frontend.new_id()
         return PrecomputeRequest(name, layout, key, persist=False, priority=self._priority)
 
-    def behind_state(self, ids: list[int]) -> ScoreCall[ScoreOutput]:
+    def behind_state(self, ids: list[int]) -> ScoreCall:
         """Return the call of the items behind documents and a state that have been checked.
 
         Args:
@@ -185,12 +189,12 @@ class QuestionItems:
         )
         limits.check(request, DOCUMENTS._replace(question="questions", last=last))
 
-    def _documents(self, ids: list[int]) -> Documents:
+    def _documents(self, ids: list[int]) -> SharedDocuments:
         parser = self._frontend.parser
-        return Documents(self._chunks, ids, parser.strategy, parser.gap)
+        return SharedDocuments(self._chunks, ids, parser.strategy, parser.gap)
 
-    def _call(self, before: list[int], documents: Documents | None) -> ScoreCall[ScoreOutput]:
-        return ScoreCall[ScoreOutput](
+    def _call(self, before: list[int], documents: SharedDocuments | None) -> ScoreCall:
+        return ScoreCall(
             self._frontend,
             before,
             self._items,
@@ -215,3 +219,75 @@ class QuestionItems:
             if len(item) > room:
                 text = f" has {len(item)} tokens, the KV pool leaves room for {max(room, 0)} behind the state"
                 raise CapacityError(text, param="questions", part=self._names.of(number))
+
+
+class StatesJob(Generic[T]):
+    """Job of many states with the same items behind each; see `chunkattn.calls.job.Job`.
+
+    States whose tokens are in the cache run first, so that the others cannot evict them. A state becomes a `ScoreCall` when its
+    turn comes, and a result when the call has ended: until then the job holds only its token ids.
+
+    Args:
+        frontend: frontend of the engine.
+        states: token ids of each state (see `QuestionItems.state_ids`), which fit the engine with the items.
+        items: items behind every state.
+        finish: makes the result of a state from its scores, and those of `empty` if there are any.
+        empty: call of the content-free state, which runs first; None for none. Its tokens count as computed for the first
+            state, and as cached for the others.
+
+    Attributes:
+        total: number of states.
+        done: number of states whose items have all been scored.
+    """
+
+    unit = "states"
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        states: Sequence[Int32[np.ndarray, " T"]],
+        items: QuestionItems,
+        finish: Callable[[list[ScoreOutput]], T],
+        *,
+        empty: ScoreCall | None,
+    ) -> None:
+        self._frontend, self._states, self._items, self._finish, self._empty = frontend, states, items, finish, empty
+        if empty is not None:
+            empty.plan({})
+        self.total, self.done = len(states), 0
+
+    def flow(self) -> Flow[list[T]]:
+        """Answer the states, and return the result of each in the caller's order. States that fit one step run together."""
+        limits, items, extends = self._frontend.limits, self._items, self._items.algorithm == "prefill_extend"
+        order = list(range(self.total))
+        if extends:
+            ranks: list[tuple[bool, int]] = []
+            for first in range(0, self.total, items.most_looked_up):
+                asked = [items.lookup(ids.tolist()) for ids in self._states[first : first + items.most_looked_up]]
+                for request, cached in zip(asked, (yield LookUp(asked)), strict=True):
+                    ranks.append((len(request.layout) - cached.total >= limits.block_size, -cached.total))
+            order.sort(key=ranks.__getitem__)  # cached states first, then those that begin with the most cached tokens
+        free: list[ScoreOutput] = []
+        if self._empty is not None:
+            yield from self._empty.flow()
+            free = [self._empty.result()]
+        # Elsewhere the size of a step decides the bits, and what is cached decides the order.
+        shares = limits.batch_invariant or not extends
+        most = min(self._frontend.config.max_num_batched_tokens, limits.kv_tokens // 4) if shares else 0
+        size = (most, lambda place: max(len(self._states[place]), items.num_tokens))
+        results: dict[int, T] = {}
+        for places in bounded(order, size, (items.most_together, lambda _: 1)):
+            calls = [items.behind_state(self._states[place].tolist()) for place in places]
+            for call in calls:
+                call.plan({})
+            yield from together([call.flow() for call in calls])
+            for place, call in zip(places, calls, strict=True):
+                others = free if place == 0 else [_as_cached(output) for output in free]
+                results[place] = self._finish([call.result(), *others])
+            self.done += len(places)
+        return [results[place] for place in range(self.total)]
+
+
+def _as_cached(output: ScoreOutput) -> ScoreOutput:
+    tokens = output.usage.prompt_tokens
+    return replace(output, usage=ScoreUsage(tokens, 0, tokens))

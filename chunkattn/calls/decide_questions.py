@@ -71,9 +71,9 @@ class AnswerLabels:
     def _spelled(self, labels: list[list[str]]) -> list[LabelIds]:
         """Return the tokens of each label's words, with and without a space before; not those that two labels share."""
         texts = [[space + word for word in words for space in ("", " ")] for words in labels]
-        tokens = [dict.fromkeys(token for text in own if (token := self.template.label(text)) is not None) for own in texts]
-        shared = Counter(token for own in tokens for token in own)  # such as the unknown token
-        return [tuple(token for token in own if shared[token] == 1) for own in tokens]
+        tokens = [dict.fromkeys(token for text in words if (token := self.template.label(text)) is not None) for words in texts]
+        shared = Counter(token for ids in tokens for token in ids)  # such as the unknown token
+        return [tuple(token for token in ids if shared[token] == 1) for ids in tokens]
 
 
 @dataclass(frozen=True)
@@ -124,23 +124,23 @@ class AskedQuestion:
         scores = weighed.ravel() if self.texts or len(rows) == 1 else weighed[:, 0] - weighed[:, 1]
         if scale is not None:
             scores = scale.apply(scores, self.names)
-        own = np.asarray(softmax(scores))
+        normalised = np.asarray(softmax(scores))
         mass = float(np.exp(logsumexp(logs, axis=0 if self.texts else 1)).min())
         question = self.question
         if isinstance(question, Predicate):
-            return PredicateAnswer(question.name, float(own[0]), mass)
-        probabilities = [0.0] * len(own)
-        for place, value in zip(self.order, own.tolist(), strict=True):
+            return PredicateAnswer(question.name, float(normalised[0]), mass)
+        probabilities = [0.0] * len(normalised)
+        for place, value in zip(self.order, normalised.tolist(), strict=True):
             probabilities[place] = value
         if isinstance(question, Rating):
             levels = [level_of(level).label for level in question.levels]
-            score = float(np.arange(len(own)) @ np.asarray(probabilities))
+            score = float(np.arange(len(normalised)) @ np.asarray(probabilities))
             shares = dict(zip(levels, probabilities, strict=True))
-            return RatingAnswer(question.name, score, confidence(own), shares, mass, self.method)
+            return RatingAnswer(question.name, score, confidence(normalised), shares, mass, self.method)
         options = [option_of(option).value for option in question.options]
-        best = options[self.order[int(own.argmax())]]
+        best = options[self.order[int(normalised.argmax())]]
         chances = dict(zip(options, probabilities, strict=True))
-        return ChoiceAnswer(question.name, best, confidence(own), chances, mass, self.method)
+        return ChoiceAnswer(question.name, best, confidence(normalised), chances, mass, self.method)
 
     def _logs(self, rows: Sequence[Sequence[float]]) -> Float64[np.ndarray, "I L"]:
         """Return the log-probability of each label after each item, over all its spellings, or of each item's text."""
@@ -219,16 +219,16 @@ def _ask_texts(question: Choice | Rating, shown: list[Option], order: list[int])
 
 def _ask_letters(question: Choice | Rating, shown: list[Option], order: list[int], labels: AnswerLabels) -> AskedQuestion:
     noun = "level" if isinstance(question, Rating) else "option"
-    kind, found = "letter", labels.letters
+    kind, labelled = "letter", labels.letters
     if isinstance(question, Rating) and [label for label, _ in labels.digits[: len(shown)]] == [*map(str, range(len(shown)))]:
-        kind, found = "number", labels.digits
-    if len(shown) > len(found):
+        kind, labelled = "number", labels.digits
+    if len(shown) > len(labelled):
         return _ask_texts(question, shown, order)
     pieces = ["", question.text]
-    for option, (label, _) in zip(shown, found):
+    for option, (label, _) in zip(shown, labelled):
         pieces += [f"\n{label}. ", *_described(option)]
     pieces.append(f"\nAnswer with the {kind} of one {noun} only.")
-    taken = found[: len(shown)]
+    taken = labelled[: len(shown)]
     kinds = {"letter": "letters", "number": "digits"}
     return AskedQuestion(question, [pieces], [ids for _, ids in taken], order, (), kinds[kind], [label for label, _ in taken])
 
@@ -259,12 +259,12 @@ def _shown(question: Choice | Rating, part: str) -> list[Option]:
         RequestError: there are too few or too many, one is malformed, or two are equal.
     """
     is_choice = isinstance(question, Choice)
-    given, noun = (question.options, "option") if isinstance(question, Choice) else (question.levels, "level")
-    if not is_list(given) or not 2 <= len(given) <= MAX_OPTIONS:
-        got = f"{len(given)}" if is_list(given) else type(given).__name__
+    entries, noun = (question.options, "option") if isinstance(question, Choice) else (question.levels, "level")
+    if not is_list(entries) or not 2 <= len(entries) <= MAX_OPTIONS:
+        got = f"{len(entries)}" if is_list(entries) else type(entries).__name__
         raise _error(f" must have a list of 2 to {MAX_OPTIONS} {noun}s, got {got}", part)
     shown, seen = [], set[tuple[bool, str | bool]]()
-    for number, entry in enumerate(given):
+    for number, entry in enumerate(entries):
         value: Any
         if isinstance(entry, Option if is_choice else Level):
             value, description = (entry.value if isinstance(entry, Option) else entry.label), entry.description
@@ -282,10 +282,10 @@ def _shown(question: Choice | Rating, part: str) -> list[Option]:
     return shown
 
 
-def _rank(shown: Option, given: Option) -> tuple[str, str, bool, str, str]:
+def _rank(shown: Option, option: Option) -> tuple[str, str, bool, str, str]:
     """Return the sort key of an option, different for any two options."""
     text, description = str(shown.value), shown.description or ""
-    return text, description, isinstance(given.value, bool), str(given.value), given.description or ""
+    return text, description, isinstance(option.value, bool), str(option.value), option.description or ""
 
 
 def _line(text: str) -> str:

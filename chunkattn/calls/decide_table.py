@@ -34,13 +34,13 @@ def table_header(questions: Sequence[Question]) -> list[str]:
     Args:
         questions: the questions, whose names differ.
     """
-    found = list[str]()
+    names = list[str]()
     for question in questions:
         name = question.name or question.text
-        found += [name, *(f"{name}: {own}" for own in _shares(question))]
-        found += ([] if isinstance(question, Predicate) else [f"{name} confidence"]) + [f"{name} label mass"]
+        names += [name, *(f"{name}: {share}" for share in _shares(question))]
+        names += ([] if isinstance(question, Predicate) else [f"{name} confidence"]) + [f"{name} label mass"]
     seen, columns = Counter[str](), list[str]()
-    for name in [*found, *_USAGE]:
+    for name in [*names, *_USAGE]:
         seen[name] += 1
         columns.append(name if seen[name] == 1 else f"{name} ({seen[name]})")
     return columns
@@ -80,9 +80,9 @@ def _shares(question: Question) -> list[str]:
     """Return the names of a question's probabilities."""
     match question:
         case Choice():
-            return [_text(own.value if isinstance(own, Option) else own) for own in question.options]
+            return [_text(entry.value if isinstance(entry, Option) else entry) for entry in question.options]
         case Rating():
-            return [own if isinstance(own, str) else own.label for own in question.levels]
+            return [entry if isinstance(entry, str) else entry.label for entry in question.levels]
     return ["yes"]
 
 

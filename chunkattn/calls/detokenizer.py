@@ -134,13 +134,13 @@ class Detokenizer:
 
     def _cut(self, searched: int) -> bool:
         """Cut the text at the earliest stop string, and return whether there is one; text before `searched` has none."""
-        found = []
+        ends = []
         for stop in self._stop:
             place = self._text.find(stop, max(searched - len(stop) + 1, 0))
             if place >= 0:
-                found.append((place, stop))
-        if not found:
+                ends.append((place, stop))
+        if not ends:
             return False
-        place, self.stopped_by = min(found)
+        place, self.stopped_by = min(ends)
         self._text = self._text[: place + len(self.stopped_by) * self._include_stop]
         return True

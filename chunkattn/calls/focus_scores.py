@@ -1,25 +1,25 @@
-"""Scores by which `focus` chooses documents: the likelihood of the question, and the relevance of a rerank template."""
+"""`focus`: scores of documents, by the likelihood of the question or the relevance of a rerank template, and the choice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.job import Job, JobsInTurn
+from chunkattn.calls.job import Flow, Job, JobsInTurn
 from chunkattn.calls.likelihood import LikelihoodJob, likelihood_request, stage_tokens
 from chunkattn.calls.rerank import rerank_call
-from chunkattn.calls.score_calls import ScoreCalls
+from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest
-from chunkattn.errors import RequestError, shown
+from chunkattn.errors import CapacityError, RequestError, shown
 from chunkattn.outputs import RerankOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import salt_key
-from chunkattn.parsers.choice import behind_one, check_likelihood, read_from
+from chunkattn.parsers.choice import answered, behind_one, candidates_of, check_likelihood, longest, read_from
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Scored(NamedTuple):
 
 
 class ScoringJob(Job[list[Scored]], Protocol):
-    """Job that scores the candidates of several prompts.
+    """Job whose flow returns the scores of several prompts' candidates.
 
     Attributes:
         tokens: tokens of all its prompts, cached or not.
@@ -105,49 +105,23 @@ def get_score(name: str) -> FocusScore:
     return SCORES[name]
 
 
-class LikelihoodScores(LikelihoodJob):
-    """Job that scores documents by the mean log-probability of the question's tokens behind them.
-
-    Args:
-        frontend: frontend of the engine.
-        listed: candidates of each prompt, which have been checked.
-    """
-
-    def __init__(self, frontend: Frontend, listed: Sequence[Candidates]) -> None:
-        self._frontend, self._listed = frontend, listed
-        count = sum(len(own.numbers) for own in listed)
-        super().__init__(self._made(), count, sum(map(_tokens, listed)), stage_tokens(frontend))
-
-    def _made(self) -> Iterator[GenerateRequest]:
-        for own in self._listed:
-            for number in own.numbers:
-                yield _request(self._frontend, own, number)
-
-    def result(self) -> list[Scored]:  # type: ignore[override]
-        """Return the scores of each prompt's documents."""
-        means = [float(np.mean(found, dtype=np.float64)) for found in super().result()]
-        ends = np.cumsum([0, *(len(own.numbers) for own in self._listed)]).tolist()
-        computed = list(self.computed.values())
-        return [Scored(means[a:b], sum(computed[a:b])) for a, b in pairwise(ends)]
-
-
-def _tokens(own: Candidates) -> int:
+def _tokens(candidates: Candidates) -> int:
     """Return the tokens of all requests of a prompt's candidates."""
-    layout = own.prompt.layout
-    return sum(layout.prefix_len + layout.chunk_lens[number] + layout.question_len + 1 for number in own.numbers)
+    layout = candidates.prompt.layout
+    return sum(layout.prefix_len + layout.chunk_lens[number] + layout.question_len + 1 for number in candidates.numbers)
 
 
-def _request(frontend: Frontend, own: Candidates, number: int) -> GenerateRequest:
+def _request(frontend: Frontend, candidates: Candidates, number: int) -> GenerateRequest:
     """Return the request that reads the question behind one document."""
-    alone = behind_one(own.prompt.layout, number, own.gap)
+    alone = behind_one(candidates.prompt.layout, number, candidates.gap)
     return likelihood_request(
         frontend,
         alone,
-        read_from(own.prompt, alone),
-        salt_key=salt_key(own.cache_salt),
-        priority=own.priority,
-        weighing=own.weighing,
-        private=own.private,
+        read_from(candidates.prompt, alone),
+        salt_key=salt_key(candidates.cache_salt),
+        priority=candidates.priority,
+        weighing=candidates.weighing,
+        private=candidates.private,
     )
 
 
@@ -167,40 +141,25 @@ def likelihood(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
         RequestError: a question has one token, or a token id is outside the vocabulary.
         CapacityError: a document with the question cannot fit, or all exceed `max_tokens_per_call`.
     """
-    for own in listed:
-        prompt, lengths = own.prompt, own.prompt.layout.chunk_lens
+    for candidates in listed:
+        prompt, lengths = candidates.prompt, candidates.prompt.layout.chunk_lens
         check_likelihood(prompt)
         frontend.limits.check_layout(prompt.layout, prompt.names)  # parts and positions of every request are the prompt's
-        frontend.limits.check_tokens(_tokens(own), "the question and each document, which focus scores,", prompt.names.chunks)
-        if own.numbers:
-            number = max(own.numbers, key=lengths.__getitem__)
+        frontend.limits.check_tokens(
+            _tokens(candidates), "the question and each document, which focus scores,", prompt.names.chunks
+        )
+        if candidates.numbers:
+            number = max(candidates.numbers, key=lengths.__getitem__)
             names = prompt.names._replace(listed=(prompt.names.of(number),))
-            frontend.limits.check(_request(frontend, own, number), names)
-    return LikelihoodScores(frontend, listed)
+            frontend.limits.check(_request(frontend, candidates, number), names)
+    made = (_request(frontend, candidates, number) for candidates in listed for number in candidates.numbers)
+    ends = np.cumsum([0, *(len(candidates.numbers) for candidates in listed)]).tolist()
 
+    def finish(logprobs: list[np.ndarray], computed: list[int]) -> list[Scored]:
+        means = [float(np.mean(row, dtype=np.float64)) for row in logprobs]
+        return [Scored(means[a:b], sum(computed[a:b])) for a, b in pairwise(ends)]
 
-class RelevanceScores(JobsInTurn):
-    """Job that scores documents by their relevance; see `chunkattn.calls.job.Job`.
-
-    Args:
-        calls: rerank call of each prompt.
-        tokens: tokens of all prompts' documents, queries and templates.
-    """
-
-    unit = "documents"
-
-    def __init__(self, calls: Sequence[Job[RerankOutput]], tokens: int) -> None:
-        super().__init__(calls)
-        self.tokens = tokens
-
-    def result(self) -> list[Scored]:
-        """Return the scores of each prompt's documents."""
-        found = []
-        for job in self._jobs:
-            output = job.result()
-            by_place = sorted(output.results, key=lambda result: result.index)
-            found.append(Scored([result.logit for result in by_place], output.usage.computed_tokens))
-        return found
+    return LikelihoodJob(made, ends[-1], sum(map(_tokens, listed)), stage_tokens(frontend), finish)
 
 
 @register_focus_score("relevance")
@@ -218,37 +177,119 @@ def relevance(frontend: Frontend, listed: Sequence[Candidates]) -> ScoringJob:
         RequestError: a question is no text, or as `LLM.rerank`.
     """
     calls, tokens = [], 0
-    for own in listed:
-        prompt = own.prompt
+    for candidates in listed:
+        prompt = candidates.prompt
         if not isinstance(prompt.query, str) or not prompt.query.strip():
             text = "focus by relevance reads the question's text; send documents and a question as texts, or use likelihood"
             raise RequestError(text, param="focus")
-        names = prompt.names._replace(prefix=prompt.names.question, listed=[prompt.names.of(n) for n in own.numbers])
+        names = prompt.names._replace(prefix=prompt.names.question, listed=[prompt.names.of(n) for n in candidates.numbers])
         try:
             call = rerank_call(
                 frontend,
                 prompt.query,
-                _sources(prompt, own.numbers),
+                _sources(prompt, candidates.numbers),
                 order="document_first",
-                algorithm="serial" if own.private else None,  # it keeps no K/V
-                cache_salt=own.cache_salt,
-                priority=own.priority,
+                algorithm="serial" if candidates.private else None,  # it keeps no K/V
+                cache_salt=candidates.cache_salt,
+                priority=candidates.priority,
                 names=names,
             )
         except RequestError as error:
             param = error.param if error.param in (names.prefix, names.chunks) else "focus"
             raise type(error)(f"focus by relevance: {error}", param=param) from None
-        assert isinstance(call, ScoreCalls)  # documents come first
         calls.append(call)
         tokens += call.tokens
-    return RelevanceScores(calls, tokens)
+    return JobsInTurn(calls, lambda outputs: [_logits(output) for output in outputs], tokens)
+
+
+def _logits(output: RerankOutput) -> Scored:
+    by_place = sorted(output.results, key=lambda result: result.index)
+    return Scored([result.logit for result in by_place], output.usage.computed_tokens)
 
 
 def _sources(prompt: ParsedPrompt, numbers: Sequence[int]) -> list[str | list[int]]:
     """Return documents as the caller gave them. Of several forms of one content, the choice ignores the caller's order."""
     digests = prompt.layout.chunk_digests
-    found: dict[bytes, str | list[int]] = {}
+    forms: dict[bytes, str | list[int]] = {}
     for number, digest in enumerate(digests):
-        own = prompt.source(number)
-        found[digest] = min(own, found.get(digest, own), key=lambda form: (not isinstance(form, str), form))
-    return [found[digests[number]] for number in numbers]
+        form = prompt.source(number)
+        forms[digest] = min(form, forms.get(digest, form), key=lambda form: (not isinstance(form, str), form))
+    return [forms[digests[number]] for number in numbers]
+
+
+def choose_documents(
+    frontend: Frontend,
+    prompts: Sequence[ParsedPrompt],
+    salts: Sequence[str | None],
+    priorities: Sequence[int],
+    weighing: tuple[float, float] | None,
+    private: Sequence[bool],
+) -> tuple[int, Flow[list[ParsedPrompt]]]:
+    """Check the prompts that choose documents, and return the tokens that are scored, cached or not, with the flow.
+
+    The flow returns the prompts, each with the layout that shows its choice, and the choice.
+
+    Args:
+        frontend: frontend of the engine.
+        prompts: parsed prompts. Those without a focus stay as they are.
+        salts: salt of each prompt.
+        priorities: rank of each prompt.
+        weighing: see `GenerateRequest`.
+        private: whether each prompt bypasses the cache.
+
+    Raises:
+        RequestError: a score cannot judge a prompt, or the engine's positions are not `shared`.
+        CapacityError: a document with the question cannot fit.
+    """
+    by_score: dict[str, dict[int, Candidates]] = {}
+    for place, prompt in enumerate(prompts):
+        if prompt.focus is None:
+            continue
+        if (strategy := frontend.config.position_strategy) != "shared":
+            text = f"focus needs position_strategy 'shared', this engine has {strategy!r}: its documents fit one place only"
+            raise RequestError(text, param="focus")
+        listed, numbers = by_score.setdefault(prompt.focus.score, {}), candidates_of(prompt.layout)
+        how = salts[place], priorities[place], weighing, private[place]
+        listed[place] = Candidates(prompt, numbers, frontend.gap, *how)
+    jobs = [(listed, get_score(name)(frontend, list(listed.values()))) for name, listed in by_score.items()]
+
+    def flow() -> Flow[list[ParsedPrompt]]:
+        shown = list(prompts)
+        for listed, job in jobs:
+            scores = yield from job.flow()
+            for (place, candidates), scored in zip(listed.items(), scores, strict=True):
+                shown[place] = answered(candidates.prompt, candidates.numbers, scored.values, scored.computed, frontend.gap)
+        return shown
+
+    return sum(job.tokens for _, job in jobs), flow()
+
+
+def check_longest(limits: EngineLimits, request: GenerateRequest, prompt: ParsedPrompt, gap: int) -> GenerateRequest:
+    """Check a request against every limit and return it, with the longest layout that the prompt's focus can compose.
+
+    Args:
+        limits: limits of the engine.
+        request: request with the prompt's own layout.
+        prompt: parsed prompt with a focus.
+        gap: positions left free between prefix and documents.
+
+    Raises:
+        RequestError: as `EngineLimits.check`.
+        CapacityError: the prompt can never fit, or fits without the documents that focus reads again.
+    """
+    focus = prompt.focus
+    assert focus is not None
+    if focus.mode != "only":
+        limits.check(request, prompt.names)
+    shown = longest(prompt, gap)
+    composed = replace(request, layout=shown.layout)
+    try:
+        limits.check(composed, shown.names)
+    except CapacityError as error:
+        if focus.mode == "only":
+            raise
+        count = min(focus.top_n, len(candidates_of(prompt.layout)))
+        documents = f"{count} {prompt.names.chunk}{'s' * (count > 1)}"
+        text = f"focus reads up to {documents} again: {error}; choose fewer or take the mode 'only'"
+        raise CapacityError(text, param="focus") from None
+    return composed

@@ -22,13 +22,13 @@ from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, RequestError, shown
 from chunkattn.focus import FocusLike
 from chunkattn.models.loader import ModelFiles
-from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt, PromptParser
-from chunkattn.parsers.arguments import as_list, chat_options, one_each
+from chunkattn.parsers import ParsedPrompt, PromptParser
+from chunkattn.parsers.arguments import chat_options, list_chats, one_each
 from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
-from chunkattn.parsers.prompt import Prompt
+from chunkattn.parsers.prompt import Prompt, list_prompts
 from chunkattn.parsers.state_template import StateTemplate
 
 _MAX_TEMPLATES = 16
@@ -47,6 +47,7 @@ class Frontend:
         parser: parser from prompts to layouts.
         decode: function that returns the text of a token id, None without a tokenizer.
         scores: what scoring calls leave for later ones.
+        gap: positions left free between the prefix and every chunk.
         label_scales: calibration of labels by kind, from the calibration file; empty if there is none.
         limits: limits of the engine; set by `connect`.
     """
@@ -54,7 +55,7 @@ class Frontend:
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.config = config
         self.tokenizer, self.eos_token_ids, self.reranker = files.tokenizer, files.eos_token_ids, files.reranker
-        self.sampling_defaults = files.sampling
+        self.sampling_defaults, self.gap = files.sampling, config.calibration.chunk_position_gap
         self.parser = self.make_parser()
         if config.multi_item_scoring_delimiter is not None:
             check_delimiter(self.tokenizer, config.multi_item_scoring_delimiter, files.spec.vocab_size)
@@ -76,7 +77,7 @@ class Frontend:
             self.tokenizer,
             separator=config.chunk_separator,
             strategy=config.position_strategy,
-            gap=config.calibration.chunk_position_gap,
+            gap=self.gap,
             chunk_aware=config.enable_chunk_aware,
             document_template=pick_template(config.document_template, self.tokenizer),
             special_tokens_in_documents=config.special_tokens_in_documents,
@@ -111,11 +112,11 @@ class Frontend:
             key = json.dumps([system, template_options], sort_keys=True)
         except (TypeError, ValueError, RecursionError):  # values that are no JSON
             return AnswerLabels(StateTemplate(self.plain, system, template_options))
-        found = self._labels.pop(key, None) or AnswerLabels(StateTemplate(self.plain, system, template_options))
-        self._labels[key] = found
+        labels = self._labels.pop(key, None) or AnswerLabels(StateTemplate(self.plain, system, template_options))
+        self._labels[key] = labels
         while len(self._labels) > _MAX_TEMPLATES:
             self._labels.popitem(last=False)
-        return found
+        return labels
 
     @property
     def default_sampling(self) -> SamplingParams:
@@ -133,24 +134,24 @@ class Frontend:
         Raises:
             RequestError: as `one_each`.
         """
-        given = self.default_sampling if params is None else params
+        chosen = self.default_sampling if params is None else params
         if params is None and "max_tokens" in self.sampling_defaults:
-            given = replace(self.default_sampling, max_tokens=None)
-        return one_each(given, SamplingParams, count, "sampling_params")
+            chosen = replace(self.default_sampling, max_tokens=None)
+        return one_each(chosen, SamplingParams, count, "sampling_params")
 
-    def template_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    def template_options(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the variables of a chat template, with the text of a template that the caller names.
 
         Args:
-            given: argument `chat_template_kwargs` of the caller.
+            variables: argument `chat_template_kwargs` of the caller.
 
         Raises:
             RequestError: an argument is malformed, or the template is (see `own_template`).
         """
-        options = chat_options(given)
-        if (own := options.get("chat_template")) is not None and self.tokenizer is not None:
+        options = chat_options(variables)
+        if (template := options.get("chat_template")) is not None and self.tokenizer is not None:
             try:
-                options["chat_template"] = own_template(self.tokenizer, own)
+                options["chat_template"] = own_template(self.tokenizer, template)
             except ConfigError as error:
                 raise RequestError(str(error), param="chat_template") from None
         return options
@@ -186,11 +187,8 @@ class Frontend:
                 sequence classifier.
         """
         self.limits.check_generates()
-        if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
-            prompts = [prompts]
-        listed = as_list(prompts, "prompts")
         parser = self.parser if add_special_tokens else self.parser.without_leading()
-        return [parser.parse(prompt, chunk_aware, focus) for prompt in listed]
+        return [parser.parse(prompt, chunk_aware, focus) for prompt in list_prompts(prompts)]
 
     def parse_chat(
         self,
@@ -211,10 +209,8 @@ class Frontend:
             RequestError: as `parse`, or the template or an argument is malformed.
         """
         self.limits.check_generates()
-        listed = as_list(messages, "messages")
-        conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         options = self.template_options(template_options)
-        return [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
+        return [self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages)]
 
 
 def check_priorities(value: Any, count: int) -> list[int]:

@@ -1,26 +1,19 @@
-"""`GenerateJob`: turns prompts into requests, and tokens into `RequestOutput`s."""
+"""Generation: turns prompts into requests, and tokens into `RequestOutput`s."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from chunkattn.calls.detokenizer import Detokenizer
-from chunkattn.calls.focus import FocusJob, check_longest
+from chunkattn.calls.focus_scores import check_longest, choose_documents
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import StopSample
+from chunkattn.calls.job import Ask, Flow, Job, JobsInTurn, StopSample
 from chunkattn.config import SamplingParams
-from chunkattn.engine.messages import (
-    CachedTokens,
-    EngineOutput,
-    GenerateRequest,
-    Message,
-    PrecomputeRequest,
-    PromptLogprobsOutput,
-    TokenLogprobs,
-    TokenOutput,
-)
+from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
@@ -31,6 +24,9 @@ if TYPE_CHECKING:
 
 COST = "prompts and max_tokens of all samples"
 """Name in errors of the tokens that `max_tokens_per_call` bounds."""
+_WITH_FOCUS = f"{COST}, with all that focus scores,"
+_POOL_SHARE = 0.75
+"""Share of the KV pool that the prompts of one group may take; the rest is for the reads of their questions."""
 
 
 class OutputBuilder:
@@ -134,19 +130,18 @@ class GenerateJob:
         prompts: parsed prompts.
         requests: one request for each prompt; of a prompt with `focus`, its layout is replaced when the choice is made.
         tokens: number of tokens that the call may make the engine compute.
-        focus: job that chooses documents before the requests run; None if no prompt has a focus.
+        focus: flow that chooses documents and returns the prompts to answer; None if no prompt has a focus.
         final_only: whether the caller reads only the last output of each prompt.
 
     Attributes:
         requests: one request for each prompt, in order.
-        builders: one builder for each prompt, in order; empty until `focus` has ended.
+        builders: one builder for each prompt, in order; empty until `focus` has ended. The next question of the flow then
+            generates the answers.
         tokens: number of tokens that the call may make the engine compute.
-        focus: job that chooses documents, which `begin` must follow; None if there is nothing to choose.
         final_only: whether the caller reads only the last output of each prompt.
     """
 
     unit = "prompts"
-    pins: Sequence[str] = ()
 
     def __init__(
         self,
@@ -154,54 +149,32 @@ class GenerateJob:
         prompts: Sequence[ParsedPrompt],
         requests: Sequence[GenerateRequest],
         tokens: int,
-        focus: FocusJob | None = None,
+        focus: Flow[list[ParsedPrompt]] | None = None,
         *,
         final_only: bool = False,
     ) -> None:
-        self._frontend, self.requests, self.focus = frontend, requests, focus
+        self._frontend, self._prompts, self._focus, self.requests = frontend, prompts, focus, requests
         self.tokens, self.final_only = tokens, final_only
         self.builders: list[OutputBuilder] = []
         self._by_id: dict[str, OutputBuilder] = {}
         self.total, self.done = len(requests), 0
-        if focus is None:
-            self._build(prompts)
 
-    def begin(self) -> None:
-        """Give the requests the layouts that show the choices of `focus`, which has ended."""
-        if self.focus is not None:
-            prompts = self.focus.result()
+    def flow(self) -> Flow[list[RequestOutput]]:
+        """Choose documents where a prompt has a focus, generate, and return one output for each prompt, in order."""
+        prompts = self._prompts
+        if self._focus is not None:
+            prompts = yield from self._focus
             self.requests = [replace(r, layout=prompt.layout) for r, prompt in zip(self.requests, prompts, strict=True)]
-            self._build(prompts)
-
-    def _build(self, prompts: Sequence[ParsedPrompt]) -> None:
-        tokenizer, decode = self._frontend.tokenizer, self._frontend.decode
         for request, prompt in zip(self.requests, prompts, strict=True):
-            builder = OutputBuilder(request, prompt.text, tokenizer, decode)
+            builder = OutputBuilder(request, prompt.text, self._frontend.tokenizer, self._frontend.decode)
             builder.output.focus = prompt.chosen
-            self.builders.append(builder)
             self._by_id[request.request_id] = builder
+        self.builders = list(self._by_id.values())
+        yield Ask(self.requests, self._take)
+        return [builder.read() for builder in self.builders]
 
-    def lookups(self) -> Iterator[Sequence[PrecomputeRequest]]:
-        """Yield the look-ups of `focus`."""
-        if self.focus is not None:
-            yield from self.focus.lookups()
-
-    def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
-        """Pass the cached tokens to `focus`."""
-        assert self.focus is not None
-        self.focus.decide(asked, cached)
-
-    def stages(self) -> Iterator[Sequence[Message]]:
-        """Yield the stages of `focus`, then all requests as one stage."""
-        if self.focus is not None:
-            yield from self.focus.stages()
-            self.begin()
-        yield self.requests
-
-    def take(self, output: EngineOutput, stop: StopSample) -> bool:
+    def _take(self, output: EngineOutput, stop: StopSample) -> bool:
         """Add new tokens, or the log-probabilities of a prompt, to the output."""
-        if self.focus is not None and not self.builders:
-            return self.focus.take(output, stop)
         builder = self._by_id[output.request_id]
         if isinstance(output, PromptLogprobsOutput):
             builder.add_prompt_logprobs(output)
@@ -211,10 +184,6 @@ class GenerateJob:
                 stop(output.request_id, output.sample)
             self.done += builder.finished
         return builder.finished
-
-    def result(self) -> list[RequestOutput]:
-        """Return one output for each prompt, in order."""
-        return [builder.read() for builder in self.builders]
 
 
 def generate_job(
@@ -250,8 +219,7 @@ def generate_job(
     salt = check_salt(cache_salt)
     listed = frontend.sampling(params, len(prompts))
     most_tokens = frontend.sampling_defaults.get("max_tokens") if params is None else most_tokens
-    ranks, gap = check_priorities(priority, len(prompts)), frontend.config.calibration.chunk_position_gap
-    requests = []
+    ranks, requests = check_priorities(priority, len(prompts)), []
     for prompt, param, rank in zip(prompts, listed, ranks, strict=True):
         if param.stop and frontend.tokenizer is None:
             raise RequestError("stop strings need a tokenizer and this engine has none; use stop_token_ids", param="stop")
@@ -266,14 +234,96 @@ def generate_job(
             prompt_only=prompt_only,
             most_tokens=most_tokens,
         )
-        requests.append(check_longest(frontend.limits, request, prompt, gap))
-    focus = None
-    if any(prompt.focus is not None for prompt in prompts):
-        private = [param.skip_reading_prefix_cache for param in listed]
-        focus = FocusJob(frontend, prompts, [prompt.cache_salt or salt for prompt in prompts], ranks, weighing, private)
+        if prompt.focus is None:
+            frontend.limits.check(request, prompt.names)
+        requests.append(request if prompt.focus is None else check_longest(frontend.limits, request, prompt, frontend.gap))
     # Without max_tokens, count one token per sample.
     tokens = sum(len(r.layout) + (0 if prompt_only else r.sampling.n * (r.sampling.max_tokens or 1)) for r in requests)
-    tokens += 0 if focus is None else focus.tokens
-    what = COST if focus is None else f"{COST}, with all that focus scores,"
+    focus, what = None, COST
+    if any(prompt.focus is not None for prompt in prompts):
+        salts, private = [prompt.cache_salt or salt for prompt in prompts], [p.skip_reading_prefix_cache for p in listed]
+        scored, focus = choose_documents(frontend, prompts, salts, ranks, weighing, private)
+        tokens, what = tokens + scored, _WITH_FOCUS
     frontend.limits.check_tokens(tokens, what, prompts[0].names.whole(prompts[0].layout) if prompts else "prompt")
     return GenerateJob(frontend, prompts, requests, tokens, focus, final_only=final_only)
+
+
+def generate_batch(
+    frontend: Frontend,
+    prompts: Sequence[ParsedPrompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    priority: int | Sequence[int] = 0,
+    *,
+    cache_salt: str | None = None,
+) -> Job[list[RequestOutput]]:
+    """Check the arguments of `generate`, and return the job of all prompts.
+
+    A focus scores all documents of a prompt before it answers. If the documents of all prompts exceed the KV pool, prompts run
+    in groups that fit, so that an answer finds its documents in the cache.
+
+    Args:
+        frontend: frontend of the engine.
+        prompts: parsed prompts.
+        params: see `generate_job`.
+        priority: see `generate_job`.
+        cache_salt: see `generate_job`.
+
+    Raises:
+        RequestError: as `generate_job`.
+        CapacityError: as `generate_job`.
+    """
+    if all(prompt.focus is None for prompt in prompts):
+        return generate_job(frontend, prompts, params, priority, cache_salt=cache_salt)
+    listed = frontend.sampling(params, len(prompts))
+    ranks = check_priorities(priority, len(prompts))
+    order = sorted(range(len(prompts)), key=ranks.__getitem__)
+    groups = list(_groups(prompts, order, frontend.limits))
+    jobs = [
+        generate_job(
+            frontend,
+            [prompts[n] for n in group],
+            None if params is None else [listed[n] for n in group],
+            [ranks[n] for n in group],
+            cache_salt=cache_salt,
+        )
+        for group in groups
+    ]
+    tokens, whole = sum(job.tokens for job in jobs), prompts[0].names.whole(prompts[0].layout)
+    frontend.limits.check_tokens(tokens, _WITH_FOCUS, whole)
+    places = [place for group in groups for place in group]
+
+    def in_order(outputs: list[list[RequestOutput]]) -> list[RequestOutput]:
+        by_place = dict(zip(places, chain.from_iterable(outputs), strict=True))
+        return [by_place[place] for place in range(len(places))]
+
+    return JobsInTurn(jobs, in_order)
+
+
+def _groups(prompts: Sequence[ParsedPrompt], order: Iterable[int], limits: EngineLimits) -> Iterator[list[int]]:
+    """Yield groups of prompts whose parts fit `_POOL_SHARE` of the pool together; a longer prompt is a group of its own."""
+    room = _POOL_SHARE * limits.num_pages
+    group: list[int] = []
+    held: set[Hashable] = set()
+    used = 0
+    for place in order:
+        parts = _parts(prompts[place], place)
+        new = sum(-(-parts[part] // limits.block_size) for part in parts.keys() - held)
+        if group and used + new > room:
+            yield group
+            group, held = [], set()
+            used, new = 0, sum(-(-length // limits.block_size) for length in parts.values())
+        group.append(place)
+        held |= parts.keys()
+        used += new
+    yield group
+
+
+def _parts(prompt: ParsedPrompt, place: int) -> dict[Hashable, int]:
+    """Return the tokens of each part that the scores of a prompt leave in the cache for its answer, by what shares them."""
+    if prompt.focus is None:
+        return {}
+    layout = prompt.layout
+    prefix = (prompt.cache_salt, layout.part(layout.segments[0]).tobytes())
+    parts: dict[Hashable, int] = {prefix: layout.prefix_len, place: layout.question_len}
+    parts.update(((prefix, digest), length) for digest, length in zip(layout.chunk_digests, layout.chunk_lens, strict=True))
+    return parts

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any
 
-from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.job import STAGE_STEPS
 from chunkattn.calls.score import ScoreCall
-from chunkattn.calls.score_calls import ScoreCalls
-from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput, ScoreUsage
-
-T = TypeVar("T")
 
 
 class ItemsFirst:
@@ -29,11 +23,7 @@ class ItemsFirst:
         query: token ids after every item, at least one.
         labels: token ids to read after the query, one list per item; empty for a classifier.
         algorithm: see `LLM.score`.
-        apply_softmax: see `ScoreCall`.
-        cache_salt: see `LLM.generate`.
-        priority: see `ScoreCall`.
-        raw: see `ScoreCall`.
-        names: the caller's names of query and items.
+        **options: other options of `ScoreCall`.
 
     Attributes:
         calls: the calls, at least one, so that an algorithm is checked without items as well.
@@ -50,33 +40,18 @@ class ItemsFirst:
         labels: Sequence[tuple[int, ...]],
         *,
         algorithm: str | None,
-        apply_softmax: bool,
-        cache_salt: str | None,
-        priority: int,
-        raw: bool = False,
-        names: Names,
+        **options: Any,
     ) -> None:
         different: dict[tuple[tuple[int, ...], tuple[int, ...] | None], int] = {}
-        own = [(tuple(item), labels[place] if labels else None) for place, item in enumerate(items)]
-        self._places = [different.setdefault(key, len(different)) for key in own]
+        keys = [(tuple(item), labels[place] if labels else None) for place, item in enumerate(items)]
+        self._places = [different.setdefault(key, len(different)) for key in keys]
         self._items, self._query = items, query
-        wanted = algorithm or frontend.config.score_algorithm
+        algorithm = algorithm or frontend.config.score_algorithm
 
-        def call(item: list[int], queries: list[list[int]], read: list[tuple[int, ...]]) -> ScoreCall[ScoreOutput]:
-            nothing_to_keep = queries and not item and wanted in ("auto", "prefill_extend")
-            return ScoreCall[ScoreOutput](
-                frontend,
-                item,
-                queries,
-                read,
-                algorithm="serial" if nothing_to_keep else wanted,
-                apply_softmax=apply_softmax,
-                cache_salt=cache_salt,
-                priority=priority,
-                raw=raw,
-                names=names,
-                item_first=True,
-            )
+        def call(item: list[int], queries: list[list[int]], read: list[tuple[int, ...]]) -> ScoreCall:
+            nothing_to_keep = queries and not item and algorithm in ("auto", "prefill_extend")
+            chosen = "serial" if nothing_to_keep else algorithm
+            return ScoreCall(frontend, item, queries, read, algorithm=chosen, item_first=True, **options)
 
         self.calls = [call([*item], [query], [] if read is None else [read]) for item, read in different]
         self.calls = self.calls or [call([], [], [])]
@@ -114,29 +89,3 @@ class ItemsFirst:
             cached += usage.cached_tokens if is_new else len(item)
             seen.add(place)
         return ScoreUsage(prompt, computed, cached)
-
-
-def items_first_job(
-    frontend: Frontend, queries: Sequence[ItemsFirst], finish: Callable[[list[ScoreOutput]], T]
-) -> ScoreCalls[T]:
-    """Choose the algorithms and return the job of some queries behind their items.
-
-    Args:
-        frontend: frontend of the engine.
-        queries: the queries with their items.
-        finish: makes the result of the job from the scores of each query.
-
-    Raises:
-        RequestError: the algorithm is unknown or cannot serve a query.
-        CapacityError: the job would compute more than `max_tokens_per_call`.
-    """
-    config, calls = frontend.config, [call for query in queries for call in query.calls]
-    costly = too_costly(calls, config.max_tokens_per_call)
-    for call in calls:
-        call.plan(costly)
-
-    def merged(outputs: list[ScoreOutput]) -> T:
-        left = iter(outputs)
-        return finish([query.merge([next(left) for _ in query.calls]) for query in queries])
-
-    return ScoreCalls(calls, STAGE_STEPS * config.max_num_batched_tokens, merged)

@@ -9,7 +9,6 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.config import MAX_LABELS
 from chunkattn.errors import MissingError, RequestError
 from chunkattn.parsers.arguments import check_ids, is_list
-from chunkattn.parsers.encode import PartEncoder
 
 Labels = Sequence[str] | Sequence[Sequence[str]] | Sequence[Sequence[Sequence[str]]]
 LabelTokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]
@@ -34,48 +33,29 @@ def read_labels(frontend: Frontend, labels: Labels | None, label_token_ids: Labe
     """
     if (classes := frontend.limits.num_labels) is not None:
         if labels is not None or label_token_ids is not None:
-            given = "label_token_ids" if labels is None else "labels"
-            reason = f"this checkpoint is a sequence classifier and scores its own {classes} classes; leave {given} out"
-            raise RequestError(reason, param=given)
+            param = "label_token_ids" if labels is None else "labels"
+            reason = f"this checkpoint is a sequence classifier and scores its own {classes} classes; leave {param} out"
+            raise RequestError(reason, param=param)
         return lambda counts, _: [[] for _ in counts]
-    param, given = _given(labels, label_token_ids)
-    reader = _Reader(frontend, param)
-    depth = _depth(given)
-    if depth < 2:
-        shared = reader.read(given)
-        return lambda counts, _: [[shared] * count for count in counts]
-    if depth == 2:
-        lists = reader.read_items(given)
-        return lambda counts, _: [_one_each(param, lists, count) for count in counts]
-    by_query = reader.read_queries(given)
+    if labels is None and label_token_ids is None:
+        raise MissingError("give either labels or label_token_ids, e.g. labels=['yes', 'no']", param="label_token_ids")
+    if labels is not None and label_token_ids is not None:
+        raise RequestError("give either labels or label_token_ids, not both", param="label_token_ids")
+    param, value = ("labels", labels) if label_token_ids is None else ("label_token_ids", label_token_ids)
+    depth = _depth(value)
+    lists = _Reader(frontend, param).read(value, depth)
 
     def lists_of(counts: Sequence[int], listed: bool) -> list[list[LabelList]]:
+        if depth < 3:
+            return [[lists] * count if depth < 2 else _one_each(param, lists, count) for count in counts]
         if not listed:
             raise RequestError(f"{param} holds lists of lists, which need a list of queries", param=param)
-        if len(by_query) != len(counts):
-            raise RequestError(f"{param} holds lists for {len(by_query)} queries, not for {len(counts)}", param=param)
-        pairs = enumerate(zip(by_query, counts, strict=True))
-        return [_one_each(param, lists, count, number) for number, (lists, count) in pairs]
+        if len(lists) != len(counts):
+            raise RequestError(f"{param} holds lists for {len(lists)} queries, not for {len(counts)}", param=param)
+        pairs = enumerate(zip(lists, counts, strict=True))
+        return [_one_each(param, by_item, count, number) for number, (by_item, count) in pairs]
 
     return lists_of
-
-
-def resolve_labels(
-    encode: PartEncoder, labels: Sequence[str] | None = None, label_token_ids: Sequence[int] | None = None
-) -> LabelList:
-    """Return the token ids of one list of labels.
-
-    Args:
-        encode: encoder with the engine's tokenizer.
-        labels: texts, each one token without special tokens; duplicates are allowed.
-        label_token_ids: token ids instead of texts; duplicates are allowed.
-
-    Raises:
-        RequestError: both or neither of `labels` and `label_token_ids` are given, the number of labels is 0 or above
-            `MAX_LABELS`, or a label is not exactly one token.
-    """
-    param, given = _given(labels, label_token_ids)
-    return _read_list(encode, param, given, {})
 
 
 class _Reader:
@@ -87,53 +67,76 @@ class _Reader:
     """
 
     def __init__(self, frontend: Frontend, param: str) -> None:
-        self._frontend, self._param = frontend, param
+        self._encode, self._limits, self._param = frontend.parser.encode, frontend.limits, param
         self._known: dict[str, int] = {}
         self._lists: dict[LabelList, LabelList] = {}
 
-    def read(self, given: Any, at: tuple[int, ...] = ()) -> LabelList:
-        """Return the token ids of one list. Equal lists give the same tuple.
+    def read(self, value: Any, depth: int, at: tuple[int, ...] = ()) -> Any:
+        """Return the token ids of one list, or of the lists within a list.
 
         Args:
-            given: the list.
-            at: place of the list: none, its item, or its query and item.
+            value: the list.
+            depth: number of lists that a label is in, see `_depth`.
+            at: place of the list: none, its item or query, or its query and item.
         """
-        ids = _read_list(self._frontend.parser.encode, self._param, given, self._known, at)
-        self._frontend.limits.check_ids(ids, self._param, f"{self._param}{_of(at)}")
-        return self._lists.setdefault(ids, ids)
-
-    def read_items(self, given: Any, at: tuple[int, ...] = ()) -> list[LabelList]:
-        """Return the token ids of each item's list.
-
-        Args:
-            given: a list per item.
-            at: the query of the items, or none.
-        """
-        self._check_lists(given, at)
-        self._frontend.limits.check_count(len(given), f"{self._param} lists", self._param)
-        return [self.read(own, (*at, number)) for number, own in enumerate(given)]
-
-    def read_queries(self, given: Any) -> list[list[LabelList]]:
-        """Return the token ids of each item's list, query by query."""
-        self._check_lists(given)
-        self._frontend.limits.check_count(
-            max(len(given), sum(map(len, given))), f"{self._param} lists of all queries", self._param
-        )
-        return [self.read_items(own, (number,)) for number, own in enumerate(given)]
-
-    def _check_lists(self, given: Any, at: tuple[int, ...] = ()) -> None:
-        number = next((n for n, own in enumerate(given) if not is_list(own)), -1)
+        if depth < 2:
+            return self._list(value, at)
+        number = next((n for n, entry in enumerate(value) if not is_list(entry)), -1)
         if number >= 0:
-            text = f"{_place(self._param, (*at, number))} must be a list as other entries are, got {given[number]!r}"
+            text = f"{_place(self._param, (*at, number))} must be a list as other entries are, got {value[number]!r}"
             raise RequestError(f"{text}; give one list for all items, or one list per item", param=self._param)
+        count = len(value) if depth == 2 else max(len(value), sum(map(len, value)))
+        self._limits.check_count(count, f"{self._param} lists{' of all queries' * (depth == 3)}", self._param)
+        return [self.read(entry, depth - 1, (*at, number)) for number, entry in enumerate(value)]
+
+    def _list(self, value: Any, at: tuple[int, ...]) -> LabelList:
+        """Return the token ids of one list. Equal lists give the same tuple."""
+        param, name = self._param, f"{self._param}{_of(at)}"
+        if is_list(value) and len(value) > MAX_LABELS:
+            raise RequestError(f"{name} has {len(value)} entries, at most {MAX_LABELS} are allowed", param=param)
+        if param == "label_token_ids":
+            ids = check_ids(value, _place(param, at), param)
+        elif isinstance(value, (list, tuple)):
+            ids = [self._label_id(label, (*at, index)) for index, label in enumerate(value)]
+        else:
+            raise RequestError(f"{name} must be a list of strings, got {type(value).__name__}", param=param)
+        if not ids:
+            raise RequestError(f"{name} must hold at least one {'label' if param == 'labels' else 'token id'}", param=param)
+        self._limits.check_ids(ids, param, name)
+        return self._lists.setdefault(tuple(ids), tuple(ids))
+
+    def _label_id(self, label: Any, at: tuple[int, ...]) -> int:
+        """Return the token id of a label.
+
+        Args:
+            label: text of the label.
+            at: place of the label.
+        """
+        place, encode = _place("labels", at), self._encode
+        if not isinstance(label, str):
+            raise RequestError(f"{place} must be a string, got {type(label).__name__}", param="labels")
+        if label in self._known:
+            return self._known[label]
+        if encode.tokenizer is None:
+            raise RequestError("labels need a tokenizer and this engine has none; give label_token_ids", param="labels")
+        ids = encode(label, place, "labels")
+        if len(ids) != 1:
+            other = label.removeprefix(" ") if label.startswith(" ") else f" {label}"
+            advice = f"{other!r} is one" if len(encode(other)) == 1 else "take another word, or label_token_ids"
+            raise RequestError(
+                f"label {label!r}{_of(at[:-1])} is {len(ids)} tokens {encode.tokenizer.convert_ids_to_tokens(ids)}; "
+                f"a label must be exactly one: {advice}",
+                param="labels",
+            )
+        return self._known.setdefault(label, ids[0])
 
 
 def _depth(labels: Any) -> int:
     """Return the number of lists that a label is in, from 0 to 3. A list below the first counts by its first entry."""
     if not is_list(labels):
         return 0
-    inner = [own for own in labels if is_list(own)]
-    return 1 + bool(inner) + any(len(own) > 0 and is_list(own[0]) for own in inner)
+    inner = [entry for entry in labels if is_list(entry)]
+    return 1 + bool(inner) + any(len(entry) > 0 and is_list(entry[0]) for entry in inner)
 
 
 def _one_each(param: str, lists: list[LabelList], items: int, query: int | None = None) -> list[LabelList]:
@@ -152,66 +155,3 @@ def _of(at: tuple[int, ...]) -> str:
 
 def _place(param: str, at: tuple[int, ...]) -> str:
     return param + "".join(f"[{number}]" for number in at)
-
-
-def _given(labels: Any, label_token_ids: Any) -> tuple[str, Any]:
-    """Return the name and the value of the argument that holds the labels."""
-    if labels is None and label_token_ids is None:
-        raise MissingError("give either labels or label_token_ids, e.g. labels=['yes', 'no']", param="label_token_ids")
-    if labels is not None and label_token_ids is not None:
-        raise RequestError("give either labels or label_token_ids, not both", param="label_token_ids")
-    return ("labels", labels) if label_token_ids is None else ("label_token_ids", label_token_ids)
-
-
-def _read_list(encode: PartEncoder, param: str, given: Any, known: dict[str, int], at: tuple[int, ...] = ()) -> LabelList:
-    """Return the token ids of one list of labels.
-
-    Args:
-        encode: encoder with the engine's tokenizer.
-        param: argument that holds the list, `"labels"` or `"label_token_ids"`.
-        given: the list.
-        known: token ids by text; new texts are added.
-        at: place of the list, see `_Reader.read`.
-    """
-    name = f"{param}{_of(at)}"
-    if is_list(given) and len(given) > MAX_LABELS:
-        raise RequestError(f"{name} has {len(given)} entries, at most {MAX_LABELS} are allowed", param=param)
-    if param == "label_token_ids":
-        ids = check_ids(given, _place(param, at), param)
-    elif isinstance(given, (list, tuple)):
-        ids = []
-        for index, label in enumerate(given):
-            if not isinstance(label, str) or label not in known:
-                token = _label_id(encode, label, _place(param, (*at, index)), _of(at))
-                known[label] = token
-            ids.append(known[label])
-    else:
-        raise RequestError(f"{name} must be a list of strings, got {type(given).__name__}", param=param)
-    if not ids:
-        raise RequestError(f"{name} must hold at least one {'label' if param == 'labels' else 'token id'}", param=param)
-    return tuple(ids)
-
-
-def _label_id(encode: PartEncoder, label: Any, place: str, where: str) -> int:
-    """Return the token id of a label.
-
-    Args:
-        encode: encoder with the engine's tokenizer.
-        label: text of the label.
-        place: place of the label in the argument, for error messages.
-        where: item of the label, for error messages.
-    """
-    if not isinstance(label, str):
-        raise RequestError(f"{place} must be a string, got {type(label).__name__}", param="labels")
-    if encode.tokenizer is None:
-        raise RequestError("labels need a tokenizer and this engine has none; give label_token_ids", param="labels")
-    ids = encode(label, place, "labels")
-    if len(ids) != 1:
-        other = label.removeprefix(" ") if label.startswith(" ") else f" {label}"
-        advice = f"{other!r} is one" if len(encode(other)) == 1 else "take another word, or label_token_ids"
-        raise RequestError(
-            f"label {label!r}{where} is {len(ids)} tokens {encode.tokenizer.convert_ids_to_tokens(ids)}; "
-            f"a label must be exactly one: {advice}",
-            param="labels",
-        )
-    return ids[0]

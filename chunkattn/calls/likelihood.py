@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.job import STAGE_LAYOUT, STAGE_STEPS, StopSample
+from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, StopSample, stages
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenOutput
 from chunkattn.errors import RequestError
@@ -16,10 +17,12 @@ from chunkattn.layout import ChunkLayout
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_ids
 
+T = TypeVar("T")
+
 _READ = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
 
 
-class LikelihoodJob:
+class LikelihoodJob(Generic[T]):
     """Job that reads the log-probabilities of the last tokens of prompts; see `chunkattn.calls.job.Job`.
 
     Args:
@@ -27,55 +30,52 @@ class LikelihoodJob:
         count: number of requests.
         tokens: tokens of all requests.
         stage_tokens: number of tokens behind the prefixes in one stage; a single request may exceed it.
+        finish: makes the result from the log-probabilities of each request's last tokens, float32 `[tokens]`, and the number of
+            tokens that each request computed.
 
     Attributes:
         tokens: tokens of all requests.
-        computed: tokens that each request computed, by its id and in order; 0 before it has ended.
     """
 
     unit = "answers"
-    pins: Sequence[str] = ()
 
-    def __init__(self, requests: Iterable[GenerateRequest], count: int, tokens: int, stage_tokens: int) -> None:
-        self._requests, self._stage_tokens, self.tokens = requests, stage_tokens, tokens
+    def __init__(
+        self,
+        requests: Iterable[GenerateRequest],
+        count: int,
+        tokens: int,
+        stage_tokens: int,
+        finish: Callable[[list[np.ndarray], list[int]], T],
+    ) -> None:
+        self._requests, self._stage_tokens, self._finish, self.tokens = requests, stage_tokens, finish, tokens
         self._sent: dict[str, GenerateRequest] = {}  # requests that have not ended
-        self._found: dict[str, np.ndarray] = {}
-        self.computed: dict[str, int] = {}
+        self._logprobs: dict[str, np.ndarray] = {}
+        self._computed: dict[str, int] = {}
         self.total, self.done = count, 0
 
-    def stages(self) -> Iterator[Sequence[GenerateRequest]]:
-        """Yield the requests in order, in stages of bounded size."""
-        stage: list[GenerateRequest] = []
-        read = laid_out = 0
-        for request in self._requests:
-            own = len(request.layout) - request.layout.prefix_len  # documents may be uncached
-            if stage and (read + own > self._stage_tokens or laid_out + len(request.layout) > STAGE_LAYOUT):
-                yield stage
-                stage, read, laid_out = [], 0, 0
-            stage.append(request)
-            self._sent[request.request_id] = request
-            self.computed[request.request_id] = 0
-            read += own
-            laid_out += len(request.layout)
-        if stage:
-            yield stage
+    def flow(self) -> Flow[T]:
+        """Send the requests in order, in stages of bounded size, since documents may be uncached."""
+        names: list[str] = []
+        for stage in stages(
+            self._requests, self._stage_tokens, lambda request: len(request.layout) - request.layout.prefix_len
+        ):
+            self._sent |= {request.request_id: request for request in stage}
+            names += [request.request_id for request in stage]
+            yield Ask(stage, self._take)
+        return self._finish([self._logprobs[name] for name in names], [self._computed.get(name, 0) for name in names])
 
-    def take(self, output: EngineOutput, stop: StopSample) -> bool:
+    def _take(self, output: EngineOutput, stop: StopSample) -> bool:
         """Keep the log-probabilities of one request."""
         request = self._sent[output.request_id]
         if isinstance(output, PromptLogprobsOutput):
-            self._found[request.request_id] = output.logprobs.target[request.logprobs_from :].copy()
+            self._logprobs[request.request_id] = output.logprobs.target[request.logprobs_from :].copy()
         if not isinstance(output, TokenOutput):
             return False
         if output.cached is not None:
-            self.computed[request.request_id] = len(request.layout) - output.cached.total
+            self._computed[request.request_id] = len(request.layout) - output.cached.total
         del self._sent[request.request_id]
         self.done += 1
         return True
-
-    def result(self) -> list[np.ndarray]:
-        """Return the log-probabilities of each request's last tokens, float32 `[tokens]`, in order."""
-        return [self._found[request_id] for request_id in self.computed]
 
 
 def likelihood_request(
@@ -121,7 +121,7 @@ def likelihood_job(
     prompts: Sequence[ParsedPrompt],
     answers: Sequence[Sequence[int]],
     weighing: tuple[float, float] | None = None,
-) -> LikelihoodJob:
+) -> LikelihoodJob[list[np.ndarray]]:
     """Check the arguments, and return the job that reads the log-probabilities of answers.
 
     Args:
@@ -145,7 +145,7 @@ def likelihood_job(
         requests.append(request)
     tokens = sum(len(request.layout) + 1 for request in requests)
     frontend.limits.check_tokens(tokens, "prompts and answers", "prompt")
-    return LikelihoodJob(requests, len(requests), tokens, stage_tokens(frontend))
+    return LikelihoodJob(requests, len(requests), tokens, stage_tokens(frontend), lambda logprobs, _: logprobs)
 
 
 def _extended(layout: ChunkLayout, answer: Sequence[int]) -> ChunkLayout:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any, TypedDict
 
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import STAGE_LAYOUT, STAGE_STEPS, StopSample
-from chunkattn.engine.messages import CachedTokens, EngineOutput, PrecomputeRequest, PrecomputeResult
+from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, LookUp, stages
+from chunkattn.engine.messages import CachedTokens, PrecomputeRequest
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import CachedDocument, CacheReport
@@ -44,7 +44,7 @@ class PrecomputeOptions(LookupOptions, total=False):
 
 
 class PrecomputeJob:
-    """Job of a `precompute`, `lookup` or `forget` call; see `chunkattn.calls.job.Job`.
+    """Job of a `precompute` call, or of a `lookup` or `forget` call that looks up what it would compute; see `Job`.
 
     Under `shared` positions every document is a request with the prefix; otherwise all documents form one request.
 
@@ -56,9 +56,7 @@ class PrecomputeJob:
         pin: whether the requests pin their blocks.
         priority: rank in the queue; lower goes first.
         names: the caller's names of prefix and documents, for errors.
-
-    Attributes:
-        pins: ids of the requests made so far, if `pin` is set.
+        forget: whether to look the documents up and forget them, or only look them up; None computes them.
 
     Raises:
         RequestError: an argument is malformed, a token id is outside the vocabulary, or there is nothing to compute.
@@ -78,8 +76,10 @@ class PrecomputeJob:
         pin: bool = False,
         priority: int = 0,
         names: Names = DOCUMENT_NAMES,
+        forget: bool | None = None,
     ) -> None:
         self._frontend, self._prefix, self._documents, self._pin = frontend, prefix, documents, pin
+        self._forget = forget
         config, self.limits = frontend.config, frontend.limits
         if not config.enable_prefix_caching:
             raise RequestError("this engine has no cache: enable_prefix_caching is False", param=names.chunks)
@@ -88,15 +88,13 @@ class PrecomputeJob:
         (self._priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
         if not prefix and not documents:
             raise RequestError("there is neither a prefix nor a document", param=names.chunks)
-        self._gap = config.calibration.chunk_position_gap
         alone = config.position_strategy == "shared" and len(documents) > 0
         self._groups = [[number] for number in range(len(documents))] if alone else [list(range(len(documents)))]
-        self.pins: list[str] = []
         self.total, self.done = len(self._groups), 0
         self._places: dict[int, tuple[str, int]] = {}  # request of every document, and its chunk there
         self._cached: dict[str, CachedTokens] = {}
         if alone:
-            self.limits.check_items(prefix, documents, names, gap=self._gap, chunks=True)
+            self.limits.check_items(prefix, documents, names, gap=frontend.gap, chunks=True)
         elif request := self._request(self._groups[0]):
             self.limits.check(request, names)
         self.limits.check_tokens(len(prefix) + sum(map(len, documents)), "prefix and documents", names.chunks)
@@ -106,52 +104,35 @@ class PrecomputeJob:
     def _request(self, group: Sequence[int]) -> PrecomputeRequest | None:
         """Return the request of some documents, by number; None for an empty document after an empty prefix."""
         parts, strategy = [self._documents[number] for number in group], self._frontend.config.position_strategy
-        layout = make_layout(self._prefix, parts, [], strategy, self._gap)
+        layout = make_layout(self._prefix, parts, [], strategy, self._frontend.gap)
         if not len(layout):
             return None
         return PrecomputeRequest(self._frontend.new_id(), layout, self._salt_key, self._pin, priority=self._priority)
 
     def stages(self) -> Iterator[list[PrecomputeRequest]]:
-        """Yield the stages in order, each a list of requests."""
-        stage: list[PrecomputeRequest] = []
-        most = STAGE_STEPS * self._frontend.config.max_num_batched_tokens  # a single request may exceed it
-        tokens = laid_out = 0
+        """Yield the requests in stages."""
+        most = STAGE_STEPS * self._frontend.config.max_num_batched_tokens
+        return stages(self._requests(), most, lambda request: sum(request.layout.chunk_lens))
+
+    def _requests(self) -> Iterator[PrecomputeRequest]:
         for group in self._groups:
-            if (request := self._request(group)) is None:
-                continue
-            size = sum(request.layout.chunk_lens)
-            full = tokens + size > most or laid_out + len(request.layout) > STAGE_LAYOUT
-            if stage and full:
-                yield stage
-                stage, tokens, laid_out = [], 0, 0
-            self._places |= {number: (request.request_id, place) for place, number in enumerate(group)}
-            if self._pin:
-                self.pins.append(request.request_id)
-            stage.append(request)
-            tokens, laid_out = tokens + size, laid_out + len(request.layout)
-        if stage:
-            yield stage
+            if (request := self._request(group)) is not None:
+                self._places |= {number: (request.request_id, place) for place, number in enumerate(group)}
+                yield request
 
-    def take(self, output: EngineOutput, stop: StopSample) -> bool:
-        """Process the result of one request."""
-        if isinstance(output, PrecomputeResult):
-            self._cached[output.request_id] = output.cached
-            self.done += 1
-        return True
-
-    def found(self) -> CacheReport:
-        """Return the report of a job whose requests were looked up with `note`, and not computed."""
+    def flow(self) -> Flow[CacheReport]:
+        """Compute the documents, or look them up, and return the report."""
+        for stage in self.stages():
+            if self._forget is not None:
+                answers = yield LookUp(stage, self._forget)
+            else:
+                answers = [result.cached for result in (yield Ask(stage))]
+            self._cached |= {request.request_id: cached for request, cached in zip(stage, answers, strict=True)}
+            self.done += len(stage)
         report = self.result()
+        if self._forget is None:
+            return report
         return replace(report, documents=[replace(d, done=d.was_cached) for d in report.documents])
-
-    def note(self, stage: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
-        """Record the tokens in memory for each request of a stage.
-
-        Args:
-            stage: requests of the stage.
-            cached: tokens in memory, one entry for each request.
-        """
-        self._cached |= {request.request_id: found for request, found in zip(stage, cached, strict=True)}
 
     def _check_room(self, names: Names) -> None:
         """Check that the pool can hold all documents at once."""
@@ -183,7 +164,7 @@ class PrecomputeJob:
             documents=documents,
             pool_bytes=limits.num_pages * limits.page_bytes,
             fits=fits,
-            pin_ids=tuple(name for name in self.pins if name in self._cached),
+            pin_ids=tuple(self._cached) if self._pin else (),
         )
 
 
@@ -197,10 +178,11 @@ def precompute_job(
     cache_salt: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     names: Names = DOCUMENT_NAMES,
+    forget: bool | None = None,
 ) -> PrecomputeJob:
     """Return the job of the arguments of `precompute`, `lookup` or `forget`.
 
-    See `LLM.precompute` and `PrecomputeOptions` for the arguments; errors call prefix and documents by `names`.
+    See `LLM.precompute` and `PrecomputeOptions` for the arguments, and `PrecomputeJob` for `names` and `forget`.
 
     Raises:
         RequestError: as `PrecomputeJob`, a part cannot be tokenized, or there are more than `max_items_per_request` documents.
@@ -209,4 +191,5 @@ def precompute_job(
     if isinstance(documents, Sequence) and not isinstance(documents, str):
         frontend.limits.check_count(len(documents), "documents", names.chunks)
     prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, frontend.template_options(chat_template_kwargs), names)
-    return PrecomputeJob(frontend, prefix_ids, chunks, cache_salt=cache_salt, pin=pin, priority=priority, names=names)
+    options: dict[str, Any] = {"cache_salt": cache_salt, "pin": pin, "priority": priority, "names": names, "forget": forget}
+    return PrecomputeJob(frontend, prefix_ids, chunks, **options)

@@ -14,12 +14,10 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.items_first import ItemsFirst, items_first_job
+from chunkattn.calls.items_first import ItemsFirst
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
-from chunkattn.calls.score import ScoreCall
-from chunkattn.calls.score_calls import ScoreCalls
+from chunkattn.calls.score import ScoreCall, ScoreJob
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
@@ -111,8 +109,8 @@ def rerank_call(
     cache_salt: str | None = None,
     priority: int = 0,
     names: Names = DOCUMENTS,
-) -> ScoreCall[RerankOutput] | ScoreCalls[RerankOutput]:
-    """Check the arguments of `LLM.rerank`, choose the algorithm and return the call, which scores documents as items.
+) -> ScoreJob[RerankOutput]:
+    """Check the arguments of `LLM.rerank`, choose the algorithm and return the job, which scores documents as items.
 
     See `LLM.rerank` and `RerankOptions` for the arguments; errors call query and documents by `names`.
 
@@ -130,40 +128,39 @@ def rerank_call(
     picked = frontend.rerank_template if template is None else pick_template(template, frontend.parser.encode)
     if not isinstance(query, str) or not query:
         raise RequestError(f"query must be a string that is not empty, got {query!r}", param=names.prefix)
-    given = [document_of(document, names.of(index), names.chunks) for index, document in enumerate(documents)]
+    listed = [document_of(document, names.of(index), names.chunks) for index, document in enumerate(documents)]
     if instruction is not None and not isinstance(instruction, str):
         raise RequestError(f"instruction must be a string, got {type(instruction).__name__}", param="instruction")
-    if top_n != 0 or given:  # clients send the number of documents
+    if top_n != 0 or listed:  # clients send the number of documents
         _check_count("top_n", top_n)
     _check_count("max_tokens_per_doc", max_tokens_per_doc)
     if truncate_prompt_tokens != -1:
         _check_count("truncate_prompt_tokens", truncate_prompt_tokens, " or -1")
     cuts = max_tokens_per_doc is not None or truncate_prompt_tokens is not None
-    parts = fill_template(frontend.plain, picked, query, given, instruction, order=order, cuts=cuts, names=names)
+    parts = fill_template(frontend.plain, picked, query, listed, instruction, order=order, cuts=cuts, names=names)
     before, contents, after = parts
     labels = () if classes else label_ids(frontend.plain, picked, order)
     first = order == "document_first"
     limit, room = _room(frontend.limits, len(before), len(after), document_first=first)
     taken = len(before) + len(after)
     most = _most_tokens(limit, room, taken, contents, max_tokens_per_doc, truncate_prompt_tokens, names)
-    truncated = [len(own) > most for own in contents]
-    cut = [own[:most] for own in contents]
-    shared, items = (after, [before + own for own in cut]) if first else (before, [own + after for own in cut])
+    truncated = [len(ids) > most for ids in contents]
+    cut = [ids[:most] for ids in contents]
+    shared, items = (after, [before + ids for ids in cut]) if first else (before, [ids + after for ids in cut])
     frontend.limits.check_ids(labels, "template")
     frontend.limits.check_items(shared, items, names)
     activation = frontend.reranker.activation if len(classes) < 2 else "Sigmoid"
-    finish = partial(rank, documents=given, truncated=truncated, template=picked.name, column=column, top_n=top_n)
+    finish = partial(rank, documents=listed, truncated=truncated, template=picked.name, column=column, top_n=top_n)
     finish = finish if frontend.reranker.activation is None else partial(finish, activation=activation)
     lists = [labels] * len(items) if labels else []
-    how: dict[str, Any] = {"apply_softmax": True, "cache_salt": cache_salt, "priority": priority}
-    how |= {"raw": len(labels) == 1, "names": names}
+    options: dict[str, Any] = {"apply_softmax": True, "cache_salt": cache_salt, "priority": priority}
+    options |= {"raw": len(labels) == 1, "names": names}
     if first:
         algorithm = _keeping(frontend, len(after)) if algorithm in (None, "auto") else algorithm
-        turned = ItemsFirst(frontend, items, shared, lists, algorithm=algorithm, **how)
-        return items_first_job(frontend, [turned], lambda outputs: finish(outputs[0]))
-    call = ScoreCall(frontend, shared, items, lists, finish=finish, algorithm=algorithm, **how)
-    call.plan(too_costly([call], frontend.config.max_tokens_per_call))
-    return call
+        turned = ItemsFirst(frontend, items, shared, lists, algorithm=algorithm, **options)
+        return ScoreJob(frontend, turned.calls, lambda outputs: finish(turned.merge(outputs)))
+    call = ScoreCall(frontend, shared, items, lists, algorithm=algorithm, **options)
+    return ScoreJob(frontend, [call], lambda outputs: finish(outputs[0]))
 
 
 def _keeping(frontend: Frontend, query_len: int) -> str:
@@ -215,8 +212,8 @@ def fill_template(
     try:
         before, after = ([token for part in side for token in plain.fill(part)] for side in (head, rest))
     except RequestError:
-        for name, own in ((names.prefix, query), ("instruction", instruction or "")):
-            plain(own, name, name)  # raises for the text at fault
+        for name, text in ((names.prefix, query), ("instruction", instruction or "")):
+            plain(text, name, name)  # raises for the text at fault
         raise
     leading = plain.encode.leading_ids if template.add_special_tokens else []
     return before if before[: len(leading)] == leading else leading + before, contents, after
@@ -234,10 +231,10 @@ def label_ids(plain: PlainEncoder, template: RerankTemplate, order: str = "query
         RequestError: a label is not one token where it follows the last part of the template, or two labels are the same token.
     """
     tail = template.tail(order)
-    found, end = [], plain.fill([tail])
+    label_tokens, end = [], plain.fill([tail])
     for label in template.labels:
         if isinstance(label, int):
-            found.append(label)
+            label_tokens.append(label)
             continue
         ids = plain.fill([tail + label])
         if len(ids) != len(end) + 1 or ids[:-1] != end:
@@ -245,10 +242,10 @@ def label_ids(plain: PlainEncoder, template: RerankTemplate, order: str = "query
                 f"label {label!r} of template {template.name!r} is not one token after its end; take another label",
                 param="template",
             )
-        found.append(ids[-1])
-    if len({*found}) < len(found):
+        label_tokens.append(ids[-1])
+    if len({*label_tokens}) < len(label_tokens):
         raise RequestError(f"the labels of template {template.name!r} are the same token", param="template")
-    return tuple(found)
+    return tuple(label_tokens)
 
 
 def _room(limits: EngineLimits, before: int, after: int, *, document_first: bool) -> tuple[str, int]:
@@ -296,9 +293,9 @@ def _most_tokens(
         most = left if most is None else min(most, left)
     if room < 1 and contents:
         raise CapacityError(f"{taken} {limit} leaves no room for a document", param=names.prefix)
-    for index, own in enumerate(contents):
-        if each is None and together is None and len(own) > room:
-            text = f" has {len(own)} tokens; beside this query, {limit} leaves room for {room}"
+    for index, ids in enumerate(contents):
+        if each is None and together is None and len(ids) > room:
+            text = f" has {len(ids)} tokens; beside this query, {limit} leaves room for {room}"
             if names == DOCUMENTS:  # other calls have no such argument
                 text += f"; pass max_tokens_per_doc={room} or less to cut documents"
             raise CapacityError(text, param=names.chunks, part=names.of(index))

@@ -194,23 +194,23 @@ PLAIN = RerankTemplate(name="plain", text="{query}{document}", document_first="{
 TEMPLATES = {template.name: template for template in (GENERIC, QWEN3_RERANKER, MXBAI_RERANK_V2, PLAIN)}
 
 
-def pick_template(wanted: RerankTemplate | str, encode: PartEncoder) -> RerankTemplate:
+def pick_template(template: RerankTemplate | str, encode: PartEncoder) -> RerankTemplate:
     """Return a requested template.
 
     Args:
-        wanted: a template or the name of a template.
+        template: a template or the name of a template.
         encode: encoder with the model's tokenizer.
 
     Raises:
         RequestError: the template is unknown, or the tokenizer lacks its control tokens.
     """
-    found = TEMPLATES.get(wanted) if isinstance(wanted, str) else wanted
-    if not isinstance(found, RerankTemplate):
+    picked = TEMPLATES.get(template) if isinstance(template, str) else template
+    if not isinstance(picked, RerankTemplate):
         known = ", ".join(TEMPLATES)
-        raise RequestError(f"template must be a RerankTemplate or one of {known}, got {wanted!r}", param="template")
-    if missing := _missing(found, encode):
-        raise RequestError(f"this tokenizer lacks the tokens {missing} of template {found.name!r}", param="template")
-    return found
+        raise RequestError(f"template must be a RerankTemplate or one of {known}, got {template!r}", param="template")
+    if missing := _missing(picked, encode):
+        raise RequestError(f"this tokenizer lacks the tokens {missing} of template {picked.name!r}", param="template")
+    return picked
 
 
 def default_template(option: str | None, traits: RerankerTraits, model: str | None, encode: PartEncoder) -> RerankTemplate:
@@ -228,11 +228,11 @@ def default_template(option: str | None, traits: RerankerTraits, model: str | No
     if option is not None:
         return pick_template(_named(option), encode)
     if traits.template is not None:
-        found = _of_traits(traits)
-        if not (missing := _missing(found, encode)):
-            logger.info("rerank template %r, for the model %r", found.name, model)
-            return found
-        reason = f"its tokenizer lacks the tokens {missing} of template {found.name!r}"
+        template = _of_traits(traits)
+        if not (missing := _missing(template, encode)):
+            logger.info("rerank template %r, for the model %r", template.name, model)
+            return template
+        reason = f"its tokenizer lacks the tokens {missing} of template {template.name!r}"
     else:
         reason = "neither its files nor its name tell of a reranker"
     logger.warning(
@@ -249,11 +249,11 @@ def default_template(option: str | None, traits: RerankerTraits, model: str | No
 
 def _of_traits(traits: RerankerTraits) -> RerankTemplate:
     """Return the template that a checkpoint calls for, with its own labels and instruction."""
-    found = _named(traits.template or "", traits.instruction)
+    template = _named(traits.template or "", traits.instruction)
     changes: dict[str, Any] = {"add_special_tokens": False} if traits.is_whole else {}
     if traits.labels:
         changes["labels"] = traits.labels
-    return replace(found, **changes) if changes else found
+    return replace(template, **changes) if changes else template
 
 
 def _named(value: str, instruction: str | None = None) -> RerankTemplate:

@@ -1,4 +1,4 @@
-"""`ScoreCall`: the scoring of one query and its items, from token ids to requests, and from their results to scores."""
+"""Scoring: `ScoreCall` is one query and its items, from token ids to scores; `ScoreJob` runs several of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from scipy.special import expit, softmax
@@ -15,26 +15,20 @@ from chunkattn.calls.algorithms import (
     ALGORITHMS,
     AUTO,
     BACKENDS,
-    Documents,
     ScoreInputs,
+    SharedDocuments,
     extend_documents,
     predict,
     refusals,
     select_algorithm,
+    too_costly,
 )
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import STAGE_LAYOUT, STAGE_STEPS, StopSample
+from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, LookUp, stages, together
 from chunkattn.calls.score_memory import digests, item_keys
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import ITEMS, EngineLimits
-from chunkattn.engine.messages import (
-    CachedTokens,
-    EngineOutput,
-    PrecomputeRequest,
-    PrecomputeResult,
-    ScoreRequest,
-    ScoreResult,
-)
+from chunkattn.engine.messages import CachedTokens, PrecomputeRequest, ScoreRequest, ScoreResult
 from chunkattn.errors import CapacityError
 from chunkattn.layout import Names
 from chunkattn.models.activation import ACTIVATIONS
@@ -46,17 +40,16 @@ logger = logging.getLogger(__name__)
 
 _OTHERS = 8
 """Rows of a step left to decodes of other requests."""
+LOOKUP_BATCH = 32
+"""Queries per lookup. The engine answers a lookup between two steps."""
 
 T = TypeVar("T")
 
-Stage = list[PrecomputeRequest | ScoreRequest]
-"""Requests sent together once all requests of the previous stage have ended."""
 
+class ScoreCall(ScoreInputs):
+    """Scoring of one query and its items: inputs, requests and output.
 
-class ScoreCall(ScoreInputs, Generic[T]):
-    """Scoring of one query and its items: inputs, requests and output; see `chunkattn.calls.job.Job`.
-
-    `plan` must be called before the first stage. A request is laid out only when its stage is asked for.
+    `plan` must be called before the flow. A request is laid out only when its stage is asked for.
 
     Items of equal keys, which include their labels, are scored once, and items of known results not at all. Where the layout
     decides the bits, results are used only if all are known.
@@ -66,7 +59,6 @@ class ScoreCall(ScoreInputs, Generic[T]):
         before: token ids before every item.
         items: token ids of each item, which fit the engine with the query.
         labels: token ids to read after each item, one list per item; empty for a classifier. All token ids have been checked.
-        finish: makes the result of the call from the scores; None returns the scores.
         algorithm: see `LLM.score`.
         apply_softmax: whether scores are normalised over the labels.
         cache_salt: see `LLM.generate`.
@@ -88,9 +80,6 @@ class ScoreCall(ScoreInputs, Generic[T]):
         RequestError: the priority or the salt is invalid.
     """
 
-    unit = "items"
-    pins: Sequence[str] = ()
-
     def __init__(
         self,
         frontend: Frontend,
@@ -98,7 +87,6 @@ class ScoreCall(ScoreInputs, Generic[T]):
         items: list[list[int]],
         labels: Sequence[tuple[int, ...]],
         *,
-        finish: Callable[[ScoreOutput], T] | None = None,
         algorithm: str | None = None,
         apply_softmax: bool = False,
         cache_salt: str | None = None,
@@ -106,13 +94,13 @@ class ScoreCall(ScoreInputs, Generic[T]):
         raw: bool = False,
         names: Names = ITEMS,
         reads: Sequence[int] = (),
-        documents: Documents | None = None,
+        documents: SharedDocuments | None = None,
         item_first: bool = False,
     ) -> None:
         limits = frontend.limits
         bounds = _bounds(frontend.config, limits, len(before))
         super().__init__(before, items, labels, reads, names, documents, item_first, **bounds)
-        self._frontend, self._memory, self._finish = frontend, frontend.scores, finish
+        self._frontend, self._memory = frontend, frontend.scores
         self.algorithm = algorithm or frontend.config.score_algorithm
         (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
         self.apply_softmax, self.raw = apply_softmax, raw
@@ -126,7 +114,6 @@ class ScoreCall(ScoreInputs, Generic[T]):
         self._first = [first[key] for key in self._keys]
         self._values = {first[key]: row for key, row in known.items()}  # of items, one for each label or class
         self._open = [place for key, place in first.items() if key not in known]  # items to score
-        self._places: dict[str, list[int]] = {}  # items of the requests in flight
         self._computed = self.cached_query = 0
         self.is_missing = False
         self.total, self.done = len(self._open), 0
@@ -135,7 +122,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
     # The algorithm
 
     def plan(self, costly: dict[str, str]) -> None:
-        """Choose the algorithm, unless the choice depends on whether an unknown query is cached. `decide` may choose then.
+        """Choose the algorithm, unless the choice depends on whether an unknown query is cached. `decide` chooses then.
 
         Args:
             costly: result of `too_costly` for the caller's queries.
@@ -144,32 +131,28 @@ class ScoreCall(ScoreInputs, Generic[T]):
             RequestError: the algorithm is unknown or cannot serve the call.
             CapacityError: every suitable algorithm would compute more than `max_tokens_per_call`.
         """
-        config, limits, wanted = self._frontend.config, self._frontend.limits, self.algorithm
+        config, limits, name = self._frontend.config, self._frontend.limits, self.algorithm
         if self.documents is not None:
-            self._plan_documents(costly)
+            if reason := costly.get("prefill_extend"):
+                text = f"the {self.names.chunks} cannot be served: {reason}; send fewer or shorter {self.names.chunks}"
+                raise CapacityError(text, param=self.names.chunks)
+            self._chosen = "prefill_extend", {}
             return
         caching, window = config.enable_prefix_caching, limits.sliding_window
         refused = refusals(self, sliding_window=window, caching=caching, backends=limits.backends) | costly
-        names = AUTO if wanted == "auto" else (wanted,)
+        names = AUTO if name == "auto" else (name,)
         if all(name in refused for name in names) and (over := [name for name in names if name in costly]):
             text = f"algorithm {over[-1]!r} cannot serve this request: {costly[over[-1]]}; "
             raise CapacityError(f"{text}send fewer or shorter {self.names.chunks}", param=self.names.chunks)
-        costs, cached = (predict(self, self._memory.rates, limits.steps, query_cached=known) for known in (False, True))
-        extend = cached["prefill_extend"]
-        self._select = partial(select_algorithm, wanted, refused, costs, extend, item_first=self.item_first)
+        costs = predict(self, self._memory.rates, limits.steps)
+        self._select = partial(select_algorithm, name, refused, *costs, item_first=self.item_first)
         self._query, self._shape = digests(self, self._salt_key)
         with self._memory.lock:
             known = self._memory.has_query(self._query) or self._shape in self._memory.choices
-        depends = len({self._select(query_cached=found)[0] for found in (False, True)}) > 1
+        depends = len({self._select(query_cached=cached)[0] for cached in (False, True)}) > 1
         # For items that come first, a guess is not enough: an item that was evicted is not kept again.
-        if wanted != "auto" or (known and not self.item_first) or not depends or not self._open:
+        if name != "auto" or (known and not self.item_first) or not depends or not self._open:
             self._choose(None)
-
-    def _plan_documents(self, costly: dict[str, str]) -> None:
-        if reason := costly.get("prefill_extend"):
-            text = f"the {self.names.chunks} cannot be served: {reason}; send fewer or shorter {self.names.chunks}"
-            raise CapacityError(text, param=self.names.chunks)
-        self._chosen = "prefill_extend", {}
 
     def _choose(self, query_cached: bool | None) -> tuple[str, dict[str, float]]:
         """Choose the algorithm.
@@ -179,8 +162,8 @@ class ScoreCall(ScoreInputs, Generic[T]):
         """
         memory, is_auto = self._memory, self.algorithm == "auto"
         with memory.lock:
-            found = memory.has_query(self._query) if query_cached is None else query_cached
-            chosen = self._chosen = self._select(query_cached=found, before=memory.choices.get(self._shape))
+            known = memory.has_query(self._query) if query_cached is None else query_cached
+            chosen = self._chosen = self._select(query_cached=known, before=memory.choices.get(self._shape))
             if is_auto and self.is_whole and not self.item_first:
                 memory.keep_choice(self._shape, chosen[0])
         if is_auto and not self.item_first:
@@ -198,41 +181,48 @@ class ScoreCall(ScoreInputs, Generic[T]):
         """Return whether every stage needs the stage before it."""
         return self.choice[0] == "prefill_extend"
 
-    def lookups(self) -> Iterator[list[PrecomputeRequest]]:
-        """Yield the request that asks whether the query is cached, if the choice or the order of calls depends on it."""
-        if self._chosen is None or (self.item_first and self.extends and self._open):
-            yield [self._query_request()]
+    @property
+    def asks(self) -> bool:
+        """Return whether the choice of the algorithm, or the order of calls, depends on whether the query is cached."""
+        return self._chosen is None or (self.item_first and self.extends and bool(self._open))
 
-    def decide(self, asked: Sequence[PrecomputeRequest], cached: Sequence[CachedTokens]) -> None:
-        """Choose the algorithm. A query counts as cached when at most its last block is missing."""
-        (found,) = cached
-        lacks_all = self.item_first and not found.total  # an item may be shorter than a block
-        self.is_missing = lacks_all or len(self.before) - found.total >= self.block_size
+    def decide(self, cached: CachedTokens) -> None:
+        """Choose the algorithm. A query counts as cached when at most its last block is missing.
+
+        Args:
+            cached: tokens of `query_request` in the cache.
+        """
+        lacks_all = self.item_first and not cached.total  # an item may be shorter than a block
+        self.is_missing = lacks_all or len(self.before) - cached.total >= self.block_size
         if self._chosen is None:
             self._choose(not self.is_missing)
 
     # Requests and results
 
-    def stages(self) -> Iterator[Stage]:
-        """Yield the stages in order. For a request in flight, the call stores only the places of its items."""
+    def flow(self) -> Flow[None]:
+        """Score the items."""
         apart = self.extends and self.documents is None
         # Batches that share steps would run unlike batches alone, which decides the bits of some backends.
         most = 0 if apart and self.is_whole else STAGE_STEPS * self._frontend.config.max_num_batched_tokens
         if apart and self._open:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
-            request = self._query_request()
+            request = self.query_request()
             self._frontend.limits.check(request, self.names)
-            yield [request]
-        stage: Stage = []
-        tokens = laid_out = 0
+            (query,) = yield Ask([request])
+            self._memory.keep_query(self._query, self.query_len)
+            self.cached_query = query.cached.total
+            self._computed += len(self.before) - self.cached_query
+        places: dict[str, list[int]] = {}
+        for stage in stages(self._requests(places), most, _rows if self.extends else lambda request: len(request.layout)):
+            for result in (yield Ask(stage)):
+                self._keep(result, places.pop(result.request_id))
+
+    def _requests(self, placed: dict[str, list[int]]) -> Iterator[ScoreRequest]:
+        """Make the scoring requests one by one, and add the items of each to `placed` by its id."""
         algorithm = ALGORITHMS[self.choice[0]] if self.documents is None else extend_documents
         for layout, rows, places in algorithm(self, self._open):
-            size = sum(len(self.items[place]) for place in places) if self.extends else len(layout)
             lists, row_labels = self._read_lists(places)
-            if stage and (tokens + size > most or laid_out + len(layout) > STAGE_LAYOUT):
-                yield stage
-                stage, tokens, laid_out = [], 0, 0
-            made = ScoreRequest(
+            request = ScoreRequest(
                 self._frontend.new_id(),
                 layout,
                 rows,
@@ -246,12 +236,9 @@ class ScoreCall(ScoreInputs, Generic[T]):
                 backend=BACKENDS.get(self.choice[0]),
                 raw=self.raw,
             )
-            self._frontend.limits.check(made, self.names)
-            self._places[made.request_id] = places
-            stage.append(made)
-            tokens, laid_out = tokens + size, laid_out + len(layout)
-        if stage:
-            yield stage
+            self._frontend.limits.check(request, self.names)
+            placed[request.request_id] = places
+            yield request
 
     def _read_lists(self, places: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], np.ndarray | None]:
         """Return the different lists of labels of some items, and the place of each item's list; None if there is only one."""
@@ -261,41 +248,36 @@ class ScoreCall(ScoreInputs, Generic[T]):
         read = Counter[int]()  # rows of each item
         numbers = []
         for place in places:
-            own = self.labels[place]
+            labels = self.labels[place]
             if self.reads_of(place) > 1:
-                own = (own[read[place]],)
+                labels = (labels[read[place]],)
                 read[place] += 1
-            numbers.append(lists.setdefault(own, len(lists)))
+            numbers.append(lists.setdefault(labels, len(lists)))
         return tuple(lists), np.asarray(numbers, np.int32) if len(lists) > 1 else None
 
-    def _query_request(self) -> PrecomputeRequest:
+    def query_request(self) -> PrecomputeRequest:
+        """Return the request that computes the query."""
         layout, name = make_layout(self.before, [], []), self._frontend.new_id()
         return PrecomputeRequest(name, layout, self._salt_key, persist=self.item_first, priority=self.priority)
 
-    def take(self, output: EngineOutput, stop: StopSample | None = None) -> bool:
-        """Store the result of one request."""
-        if isinstance(output, PrecomputeResult):
-            self._memory.keep_query(self._query, self.query_len)
-            self.cached_query = output.cached.total
-            self._computed += len(self.before) - self.cached_query
-        elif isinstance(output, ScoreResult):
-            self._computed += output.computed
-            self._memory.rates = output.rates
-            rows: dict[int, list[np.ndarray]] = {}
-            for place, row in zip(self._places.pop(output.request_id), output.logprobs, strict=True):
-                rows.setdefault(place, []).append(row)
-            for place, (first, *others) in rows.items():
-                if others:
-                    own = np.asarray([row[0] for row in (first, *others)])
-                else:
-                    own = first[: len(self.labels[place]) if self.labels else len(first)].copy()  # a view keeps all rows
-                self._values[place] = own
-                self._memory.results.put(self._keys[place], own)
-            self.done += len(rows)
-        return True
+    def _keep(self, result: ScoreResult, places: Sequence[int]) -> None:
+        """Keep the values of some items, one row for each token that is read of them."""
+        self._computed += result.computed
+        self._memory.rates = result.rates
+        rows: dict[int, list[np.ndarray]] = {}
+        for place, row in zip(places, result.logprobs, strict=True):
+            rows.setdefault(place, []).append(row)
+        for place, (first, *others) in rows.items():
+            if others:
+                values = np.asarray([row[0] for row in (first, *others)])
+            else:
+                values = first[: len(self.labels[place]) if self.labels else len(first)].copy()  # a view keeps all rows
+            self._values[place] = values
+            self._memory.results.put(self._keys[place], values)
+        self.done += len(rows)
 
-    def result(self) -> T:
-        """Return the scores, or what `finish` makes of them."""
+    def result(self) -> ScoreOutput:
+        """Return the scores, after the flow has ended."""
         values: list[list[float]] = [[]] * len(self._first)
         scores, by_size = values.copy(), dict[int, list[int]]()
         for number, place in enumerate(self._first):
@@ -306,7 +288,7 @@ class ScoreCall(ScoreInputs, Generic[T]):
             for number, row, score in zip(numbers, rows.tolist(), self._scores(rows).tolist(), strict=True):
                 values[number], scores[number] = row, score
         is_logits = self._is_logits
-        output = ScoreOutput(
+        return ScoreOutput(
             scores=scores,
             logprobs=None if is_logits else values,
             logits=values if is_logits else None,
@@ -314,7 +296,6 @@ class ScoreCall(ScoreInputs, Generic[T]):
             predicted_seconds=self.choice[1],
             usage=self._usage(),
         )
-        return cast(T, output) if self._finish is None else self._finish(output)
 
     @property
     def _is_logits(self) -> bool:
@@ -362,3 +343,86 @@ def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int) -> dict[
         "block_size": block,
         "items_on_pages": limits.items_on_pages,
     }
+
+
+class ScoreJob(Generic[T]):
+    """Job of several queries; see `chunkattn.calls.job.Job`.
+
+    Args:
+        frontend: frontend of the engine.
+        calls: one call for each query, without an algorithm.
+        finish: makes the result of the job from the scores of each query.
+        steps: limit on the tokens of a stage that merges the stages of several queries, in steps' worth.
+
+    Raises:
+        RequestError: an algorithm is unknown or cannot serve a query.
+        CapacityError: the job would compute more than `max_tokens_per_call`.
+    """
+
+    unit = "items"
+
+    def __init__(
+        self,
+        frontend: Frontend,
+        calls: Sequence[ScoreCall],
+        finish: Callable[[list[ScoreOutput]], T],
+        steps: int = STAGE_STEPS,
+    ) -> None:
+        self._calls, self._finish = calls, finish
+        self._most = steps * frontend.config.max_num_batched_tokens
+        costly = too_costly(calls, frontend.config.max_tokens_per_call)
+        for call in calls:
+            call.plan(costly)
+        self.total = sum(call.total for call in calls)
+
+    @property
+    def done(self) -> int:
+        """Return the number of items that have been scored."""
+        return sum(call.done for call in self._calls)
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of all queries and items, cached or not."""
+        return sum(call.query_len + sum(map(len, call.items)) for call in self._calls)
+
+    def flow(self) -> Flow[T]:
+        """Look up the queries whose algorithm depends on it, and score the items. Small queries run together."""
+        asking = [call for call in self._calls if call.asks]
+        for first in range(0, len(asking), LOOKUP_BATCH):
+            batch = asking[first : first + LOOKUP_BATCH]
+            for call, cached in zip(batch, (yield LookUp([call.query_request() for call in batch])), strict=True):
+                call.decide(cached)
+        for group in self._groups():
+            yield from together([call.flow() for call in group], self._most, _rows)
+        return self._finish([call.result() for call in self._calls])
+
+    def _groups(self) -> Iterator[list[ScoreCall]]:
+        """Yield the queries that run together; none of those whose results are all known.
+
+        Cached prefixes go first, so that no other prefix evicts them. Where company decides the bits, the cache must not:
+        queries keep their order there, and a query whose items share it runs alone.
+        """
+        group: list[ScoreCall] = []
+        slots = tokens = 0
+        was_alone = False
+        for call in sorted(self._calls, key=lambda call: call.is_missing and not call.is_whole):
+            if not call.total:
+                continue
+            alone = call.extends and call.is_whole and not call.item_first
+            held, more = (call.query_len + sum(map(len, call.items)), 0) if call.extends else (0, call.tokens()[call.choice[0]])
+            full = slots + held > call.max_batch_slots or tokens + more > self._most
+            if group and (alone or was_alone or full):
+                yield group
+                group, slots, tokens = [], 0, 0
+            group.append(call)
+            slots, tokens, was_alone = slots + held, tokens + more, alone
+        if group:
+            yield group
+
+
+def _rows(request: PrecomputeRequest | ScoreRequest) -> int:
+    """Return the tokens that a request computes when the cache holds its prefix for a scoring request, and nothing else."""
+    layout = request.layout
+    if not isinstance(request, ScoreRequest) or not request.share_prefix:
+        return len(layout)
+    return layout.question_len - request.state_len if request.state_len else len(layout) - layout.prefix_len

@@ -8,13 +8,11 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from chunkattn.calls.algorithms import too_costly
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.items_first import ItemsFirst, items_first_job
-from chunkattn.calls.job import Job
+from chunkattn.calls.items_first import ItemsFirst
+from chunkattn.calls.job import STAGE_STEPS
 from chunkattn.calls.labels import Labels, LabelTokenIds, read_labels
-from chunkattn.calls.score import ScoreCall
-from chunkattn.calls.score_calls import ScoreCalls
+from chunkattn.calls.score import ScoreCall, ScoreJob
 from chunkattn.engine.limits import ITEMS
 from chunkattn.errors import MissingError, RequestError
 from chunkattn.layout import Names
@@ -73,8 +71,8 @@ def score_call(
     algorithm: str | None = None,
     cache_salt: str | None = None,
     priority: int = 0,
-) -> Job[ScoreOutput | list[ScoreOutput]]:
-    """Check the arguments of `LLM.score`, choose the algorithms and return the call.
+) -> ScoreJob[ScoreOutput | list[ScoreOutput]]:
+    """Check the arguments of `LLM.score`, choose the algorithms and return the job.
 
     See `LLM.score` and `ScoreOptions` for the arguments.
 
@@ -87,72 +85,51 @@ def score_call(
     lists_of = read_labels(frontend, labels, label_token_ids)
     known: dict[int, list[list[int]]] = {}
 
-    def read(one: Any, own: Any) -> tuple[list[int], list[int], list[list[int]]]:
+    def read(one: Any, listed: Any) -> tuple[list[int], list[int], list[list[int]]]:
         """Return the leading special tokens, and the token ids of the query and of each item."""
-        leading, query_ids, item_ids = tokenize_query(frontend, one, own, packed_ids, item_first=item_first, known=known)
+        if packed_ids is not None:
+            leading, (query_ids, item_ids) = list[int](), _packed(frontend, one, listed, packed_ids)
+        else:
+            leading, query_ids, item_ids = _tokenized(frontend, one, listed, known)
+            if (delimiter := frontend.config.multi_item_scoring_delimiter) is not None:
+                check_no_delimiter(query_ids, item_ids, delimiter)
         frontend.limits.check_items(leading + query_ids, item_ids, names)
         return leading, query_ids, item_ids
 
+    if packed_ids is not None and item_first:
+        raise RequestError("packed_ids begin with the query; item_first needs query and items", param="item_first")
     pairs = None if packed_ids is not None else pair_queries(query, items)
     if pairs is None:
         parts = [read(query, items)]
     else:
-        frontend.limits.check_count(max(sum(len(own) for _, own in pairs), len(pairs)), "items of all queries", "items")
+        frontend.limits.check_count(max(sum(len(listed) for _, listed in pairs), len(pairs)), "items of all queries", "items")
         parts = []
-        for number, (one, own) in enumerate(pairs):
+        for number, (one, listed) in enumerate(pairs):
             try:
-                parts.append(read(one, own))
+                parts.append(read(one, listed))
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
     lists = lists_of([len(item_ids) for _, _, item_ids in parts], pairs is not None)
-    how: dict[str, Any] = {"algorithm": algorithm, "cache_salt": cache_salt, "priority": priority, "names": names}
-    how["apply_softmax"] = apply_softmax
+    options: dict[str, Any] = {"algorithm": algorithm, "cache_salt": cache_salt, "priority": priority, "names": names}
+    options["apply_softmax"] = apply_softmax
     if item_first:
         turned = [
-            ItemsFirst(frontend, [leading + item for item in item_ids], query_ids, own, **how)
-            for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
+            ItemsFirst(frontend, [leading + item for item in item_ids], query_ids, item_labels, **options)
+            for (leading, query_ids, item_ids), item_labels in zip(parts, lists, strict=True)
         ]
-        return items_first_job(frontend, turned, lambda outputs: outputs[0] if pairs is None else outputs)
-    calls = [
-        ScoreCall[ScoreOutput](frontend, leading + query_ids, item_ids, own, **how)
-        for (leading, query_ids, item_ids), own in zip(parts, lists, strict=True)
-    ]
-    costly = too_costly(calls, frontend.config.max_tokens_per_call)
-    for call in calls:
-        call.plan(costly)
-    return calls[0] if pairs is None else ScoreCalls[list[ScoreOutput]](calls, frontend.config.max_num_batched_tokens)
+        calls = [call for query in turned for call in query.calls]
+    else:
+        calls = [
+            ScoreCall(frontend, leading + query_ids, item_ids, item_labels, **options)
+            for (leading, query_ids, item_ids), item_labels in zip(parts, lists, strict=True)
+        ]
 
+    def finish(outputs: list[ScoreOutput]) -> ScoreOutput | list[ScoreOutput]:
+        left = iter(outputs)
+        by_query = [query.merge([next(left) for _ in query.calls]) for query in turned] if item_first else outputs
+        return by_query[0] if pairs is None else by_query
 
-def tokenize_query(
-    frontend: Frontend,
-    query: Any,
-    items: Any,
-    packed_ids: Sequence[int] | None,
-    *,
-    item_first: bool,
-    known: dict[int, list[list[int]]],
-) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return the leading special tokens of a query and its items, the token ids of the query, and those of each item.
-
-    Args:
-        frontend: frontend of the engine.
-        query: text or token ids.
-        items: texts or token ids, of the same kind as the query.
-        packed_ids: packed token ids, instead of query and items.
-        item_first: see `LLM.score`.
-        known: token ids of the item lists of this call, by the identity of the list; new lists are added.
-
-    Raises:
-        RequestError: the query or the items are malformed.
-    """
-    if packed_ids is not None:
-        if item_first:
-            raise RequestError("packed_ids begin with the query; item_first needs query and items", param="item_first")
-        return [], *_packed(frontend, query, items, packed_ids)
-    leading, query_ids, item_ids = _tokenized(frontend, query, items, known)
-    if (delimiter := frontend.config.multi_item_scoring_delimiter) is not None:
-        check_no_delimiter(query_ids, item_ids, delimiter)
-    return leading, query_ids, item_ids
+    return ScoreJob(frontend, calls, finish, STAGE_STEPS if item_first or pairs is None else 1)
 
 
 def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int]) -> tuple[list[int], list[list[int]]]:
@@ -170,11 +147,18 @@ def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int
 def _tokenized(
     frontend: Frontend, query: Any, items: Any, known: dict[int, list[list[int]]]
 ) -> tuple[list[int], list[int], list[list[int]]]:
-    """Return the leading special tokens of text, the token ids of the query, and those of each item."""
+    """Return the leading special tokens of text, the token ids of the query, and those of each item.
+
+    Args:
+        frontend: frontend of the engine.
+        query: text or token ids.
+        items: texts or token ids, of the same kind as the query.
+        known: token ids of the item lists of this call, by the identity of the list; new lists are added.
+    """
     if query is None or items is None:
         missing = "query" if query is None else "items"
         raise MissingError(f"{missing} is missing: score needs a query and items", param=missing)
-    given, items = id(items), as_list(items, "items")
+    identity, items = id(items), as_list(items, "items")
     frontend.limits.check_count(len(items), "items", "items")
     kinds = {isinstance(part, str) for part in (query, *items)}
     if len(kinds) > 1:
@@ -182,11 +166,11 @@ def _tokenized(
     ids = partial(check_ids, most=frontend.parser.max_tokens)
     read, name = (ids, "items[{}]") if kinds == {False} else (frontend.parser.prompts, "item {}")
     query_ids = read(query, "query", "query")
-    if given not in known:
-        known[given] = [read(item, name.format(i), "items") for i, item in enumerate(items)]
+    if identity not in known:
+        known[identity] = [read(item, name.format(i), "items") for i, item in enumerate(items)]
     if not query_ids:
         raise RequestError("the query is empty", param="query")
-    return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[given]
+    return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[identity]
 
 
 def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
@@ -222,12 +206,12 @@ def pair_queries(query: Any, items: Any) -> list[tuple[Any, list[Any]]] | None:
                 )
         shared = list(items)  # queries share one list, so its items are tokenized once
         return [(part, shared) for part in query]
-    for index, own in enumerate(items):
-        if not is_list(own):
-            raise RequestError(f"items[{index}] must be a list of items, got {type(own).__name__}", param="items")
+    for index, entry in enumerate(items):
+        if not is_list(entry):
+            raise RequestError(f"items[{index}] must be a list of items, got {type(entry).__name__}", param="items")
     if len(items) != len(query):
         raise RequestError(f"{len(items)} lists of items for {len(query)} queries", param="items")
-    return [(part, own if isinstance(own, list) else list(own)) for part, own in zip(query, items, strict=True)]
+    return [(part, entry if isinstance(entry, list) else list(entry)) for part, entry in zip(query, items, strict=True)]
 
 
 def _is_part(value: Any) -> bool:

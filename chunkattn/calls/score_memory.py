@@ -123,8 +123,8 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
             shared.update(np.asarray([len(part)], np.int64).tobytes())
             shared.update(np.asarray(part, np.int64).tobytes())
     labels = call.labels or [()] * len(call.items)
-    lists = {own: np.asarray([len(own), *own], np.int64).tobytes() for own in {*labels}}
-    items = [lists[own] + np.asarray(item, np.int64).tobytes() for item, own in zip(call.items, labels, strict=True)]
+    lists = {ids: np.asarray([len(ids), *ids], np.int64).tobytes() for ids in {*labels}}
+    items = [lists[ids] + np.asarray(item, np.int64).tobytes() for item, ids in zip(call.items, labels, strict=True)]
     if call.reads:
         items = [np.asarray([-reads], np.int64).tobytes() + item for reads, item in zip(call.reads, items, strict=True)]
     if whole:
@@ -133,9 +133,9 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
             shared.update(item)
     keys = []
     for item in items:
-        own = shared.copy()
-        own.update(item)
-        keys.append(own.digest())
+        digest = shared.copy()
+        digest.update(item)
+        keys.append(digest.digest())
     return keys
 
 
@@ -154,10 +154,10 @@ class ResultCache:
     def get(self, keys: Sequence[bytes]) -> dict[bytes, Float32[np.ndarray, " L"]]:
         """Return the results that are known, by key."""
         with self._lock:
-            found = {key: self._rows[key] for key in keys if key in self._rows}
-            for key in found:
+            rows = {key: self._rows[key] for key in keys if key in self._rows}
+            for key in rows:
                 self._rows.move_to_end(key)
-            return found
+            return rows
 
     def put(self, key: bytes, row: Float32[np.ndarray, " L"]) -> None:
         """Keep a result, unless it is not finite.

@@ -28,6 +28,19 @@ def as_list(values: Any, name: str) -> list[Any]:
     return list(values)
 
 
+def list_chats(messages: Any) -> list[Any]:
+    """Return a list of conversations.
+
+    Args:
+        messages: conversation or list of conversations.
+
+    Raises:
+        RequestError: as `as_list`.
+    """
+    listed = as_list(messages, "messages")
+    return listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
+
+
 def check_template_options(value: Any) -> Mapping[str, Any]:
     """Return the variables of a chat template; None gives none.
 

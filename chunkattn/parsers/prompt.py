@@ -9,6 +9,7 @@ from typing import Any
 from chunkattn.focus import Focus, FocusLike
 from chunkattn.layout import ChunkLayout, Names
 from chunkattn.outputs import FocusOutput
+from chunkattn.parsers.arguments import as_list
 
 TokenIds = Sequence[int]
 
@@ -55,6 +56,20 @@ Prefix = str | TokenIds | Sequence[Mapping[str, Any]]
 """Text or token ids before documents, or the messages before a conversation's first user message."""
 Documents = Sequence[str] | Sequence[TokenIds]
 """Documents of `LLM.precompute`, `lookup` and `forget`, of the same kind as the prefix."""
+
+
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return a list of prompts.
+
+    Args:
+        prompts: prompt or list of prompts.
+
+    Raises:
+        RequestError: as `as_list`.
+    """
+    if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
+        return [prompts]
+    return as_list(prompts, "prompts")
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from chunkattn.tools.bench import geometry
 from chunkattn.tools.bench.measure import peak_bytes, reset_peak, resident_bytes
 from chunkattn.tools.bench.peers import time_peer
 from chunkattn.tools.bench.score import Case, ScoreBench, Workload, needed_flops, run
+from tests.flows import stages_of
 
 ROOT = Path(__file__).parents[2]
 TINY = Qwen3Config(
@@ -57,7 +58,7 @@ def test_operations_are_those_counted_by_hand():
         "prefill_extend": 7 * row + (6 + behind) * pair + 2 * head,
     }
     for name, flops in expected.items():
-        requests = [*chain.from_iterable(bench.call(query, items, name).stages())]
+        requests = [*chain.from_iterable(stages_of(bench.call(query, items, name)))]
         assert needed_flops(bench.core.runner, requests, 0) == flops, name
     bench.run(query, items, "prefill_extend")
     warm = bench.run(query, items, "prefill_extend")

@@ -1,4 +1,4 @@
-"""Decisions: rendering token for token, answers against transformers on whole prompts, bits, and every kind of bad input."""
+"""Decisions: rendering token for token, answers against transformers on whole prompts, and every kind of bad input."""
 
 import asyncio
 from dataclasses import replace
@@ -295,35 +295,6 @@ def test_states_of_json_and_a_system_message(llm):
     (array,) = llm.decide([[state]], CASES)
     assert array.answers == llm.decide('[{"b":[1,null,"é"],"a":true}]', CASES).answers
     assert llm.decide(state, CASES, system="Be brief.").answers != written.answers
-
-
-# Bits
-
-
-def differences(llm, method, calibrate=False):
-    """Number of answers that other questions, their order, or the order of options change."""
-    salts = iter(range(1 << 20))
-
-    def decide(questions):
-        # A new salt makes a call compute everything.
-        salt = f"{method} {calibrate} {next(salts)}"
-        return llm.decide(STATE, questions, method=method, calibrate=calibrate, cache_salt=salt).answers
-
-    together, found = decide(QUESTIONS), 0
-    for own, answer in zip(QUESTIONS, together, strict=True):
-        found += decide([own]) != [answer]
-    found += decide(QUESTIONS[::-1]) != together[::-1]
-    turned = [replace(own, options=own.options[::-1]) if isinstance(own, Choice) else own for own in QUESTIONS]
-    for answer, other in zip(together, decide(turned), strict=True):
-        found += answer != other
-        if isinstance(answer, ChoiceAnswer):
-            found += [*answer.probabilities.items()] != [*other.probabilities.items()][::-1]
-    return found
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_other_questions_and_orders_change_no_bit(method, llm):
-    assert differences(llm, method, calibrate=method != "separate") == 0
 
 
 @pytest.mark.parametrize("method", ["likelihood", "separate"])

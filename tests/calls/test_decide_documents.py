@@ -1,4 +1,4 @@
-"""Decisions with documents: answers against transformers under a dense mask, bits in any company, and what is computed."""
+"""Decisions with documents: answers against transformers under a dense mask, and what is computed."""
 
 from copy import deepcopy
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ from chunkattn.parsers.state_template import StateTemplate
 from tests.calls.test_decide import CASES, FORGED, METHODS, QUESTIONS, YES_NO, expected, shares_of, spellings
 from tests.chat_templates import CHATML
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
+from tests.flows import questions_of
 from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer
 
 STATE = "Paris is a city. Ana likes figs."
@@ -120,56 +121,8 @@ def test_documents_are_weighed_as_for_generation(folder):
     assert answer.probability == pytest.approx(masses[0] / sum(masses), rel=1e-5)
     # A look-up finds the weighed state.
     (call,) = [decide_call(llm.frontend, [STATE], [Predicate("Another.")], documents=PLAIN)]
-    ((request,),) = call.lookups()
+    (request,) = next(questions_of(call)).requests
     assert llm.core.look_up(request).total == len(request.layout)
-
-
-# Bits
-
-
-LONGER = [pytest.param(kind, marks=pytest.mark.ci) for kind in ("cpu bfloat16", "xla float32")]
-
-
-@pytest.fixture(scope="module", params=["cpu float32", *LONGER])
-def bits(request, folder):
-    backend, dtype = request.param.split()
-    made = LLM(str(folder), dtype=dtype, attention_backend=backend, **CHAT_OPTIONS)
-    yield made
-    made.core.scheduler.check()
-    assert made.reset_prefix_cache(), "pages leaked"
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_company_order_and_cache_change_no_bit(method, bits):
-    def decide(questions, documents=DOCUMENTS, salt=None):
-        salt = salt or next(salts)  # a new salt makes a call compute everything
-        return bits.decide(STATE, questions, documents=documents, method=method, cache_salt=salt).answers
-
-    salt = next(salts)
-    together = decide(QUESTIONS, salt=salt)
-    assert decide(QUESTIONS[::-1]) == together[::-1]
-    assert decide(QUESTIONS, DOCUMENTS[::-1]) == together
-    bits.frontend.scores.forget_cached()  # the results, not the documents
-    assert decide(QUESTIONS, DOCUMENTS[2:] + DOCUMENTS[:2], salt) == together
-    for own, answer in zip(QUESTIONS, together, strict=True):
-        assert decide([own]) == [answer]
-
-
-def test_preemption_changes_no_bit(bits, monkeypatch):
-    together = bits.decide(STATE, QUESTIONS, documents=DOCUMENTS, cache_salt=next(salts)).answers
-    scheduler, steps = bits.core.scheduler, iter(range(1 << 20))
-    plan = scheduler.plan
-
-    def disturbed(*args):
-        if next(steps) % 3 == 2 and len(scheduler.running) > 1:
-            scheduler.preempt(scheduler.running[-1])
-        return plan(*args)
-
-    monkeypatch.setattr(scheduler, "plan", disturbed)
-    before = scheduler.preemptions
-    again = bits.decide(STATE, QUESTIONS, documents=DOCUMENTS, cache_salt=next(salts)).answers
-    assert scheduler.preemptions > before
-    assert again == together
 
 
 # The cache

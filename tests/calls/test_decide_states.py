@@ -1,4 +1,4 @@
-"""States of `LLM.decide`: messages as a transcript, and lists of states with the bits of single calls."""
+"""States of `LLM.decide`: messages as a transcript, and lists of states."""
 
 import asyncio
 import json
@@ -13,6 +13,7 @@ from chunkattn.calls.decide_states import list_states, read_state
 from chunkattn.calls.score import ScoreCall
 from chunkattn.engine.messages import PrecomputeRequest
 from chunkattn.errors import CapacityError, RequestError
+from tests.flows import questions_of
 from tests.reranker_files import CHAT_OPTIONS
 
 QUESTIONS = [
@@ -78,26 +79,6 @@ STATES = [
 ]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("calibrate", [False, True])
-def test_a_list_has_the_bits_of_single_calls(method, calibrate, llm):
-    options = {"method": method, "calibrate": calibrate}
-    salts = iter(f"{method} {calibrate} {number}" for number in range(1 << 10))
-    together = llm.decide(STATES, QUESTIONS, cache_salt=next(salts), **options)
-    alone = []
-    for state in STATES:
-        one = state if isinstance(state, str) else read_state(state)
-        alone.append(llm.decide(one, QUESTIONS, cache_salt=next(salts), **options))
-    assert [output.answers for output in together] == [output.answers for output in alone]
-    assert [output.usage.prompt_tokens for output in together] == [output.usage.prompt_tokens for output in alone]
-    assert {output.method for output in together} == {method}
-    computed = [output.usage.computed_tokens for output in together]
-    if calibrate:
-        assert sum(computed) < sum(output.usage.computed_tokens for output in alone)
-    turned = llm.decide(STATES[::-1], QUESTIONS, cache_salt=next(salts), **options)
-    assert [output.answers for output in turned[::-1]] == [output.answers for output in alone]
-
-
 def test_usage_counts_the_calibration_once(llm):
     first, second = llm.decide(["One letter.", "Two letters."], QUESTIONS, calibrate=True, cache_salt="usage")
     free = llm.decide("N/A", QUESTIONS, cache_salt="other usage").usage.prompt_tokens
@@ -125,7 +106,7 @@ def test_cached_states_run_first(llm, monkeypatch):
 
 
 def prefix_of(llm, state):
-    (request,) = next(iter(decide_call(llm.frontend, [state], QUESTIONS).lookups()))
+    (request,) = next(questions_of(decide_call(llm.frontend, [state], QUESTIONS))).requests
     return request.layout.token_ids
 
 

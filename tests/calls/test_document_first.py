@@ -169,28 +169,6 @@ def test_every_document_of_odd_text(llm, folder):
     assert [found[n] for n in range(7)] == pytest.approx(own, abs=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.ci)])
-def test_the_same_bits_cold_warm_serial_and_in_company(dtype, engines):
-    llm = engines(dtype)
-    llm.reset_prefix_cache()
-
-    def rank(documents=DOCUMENTS, query="Which city?", **options):
-        llm.frontend.scores.results.clear()
-        return llm.rerank(query, documents, **FIRST, **options, use_tqdm=False)
-
-    expected = logits(rank(algorithm="serial"))
-    cold, warm = rank(), rank()
-    assert logits(cold) == logits(warm) == expected
-    assert warm.usage.computed_tokens < cold.usage.computed_tokens
-    rank(query="Another query of other length", documents=DOCUMENTS[::-1])
-    assert {len(DOCUMENTS) - 1 - n: value for n, value in logits(rank(DOCUMENTS[::-1])).items()} == expected
-    for number, document in enumerate(DOCUMENTS):
-        assert logits(rank([document])) == {0: expected[number]}
-    llm.core.scheduler.trie.evict_all()
-    beside = logits(rank(["One more.", *DOCUMENTS, "And another one of them."]))
-    assert {n: beside[n + 1] for n in range(len(DOCUMENTS))} == expected
-
-
 def test_a_second_query_computes_its_own_tokens_alone(llm, encode, plain):
     documents = ["Paris is a city. " * 4, "Ana likes figs. " * 5, "Ben"]
     before, contents, after = fill_template(plain, QWEN3_RERANKER, "Which city?", documents, **FIRST)

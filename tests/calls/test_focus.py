@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, Focus, SamplingParams
-from chunkattn.calls import generate_batch
+from chunkattn.calls import generate
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.rerank_template import GENERIC
 from tests import tokenizer_files
@@ -212,7 +212,7 @@ def test_many_prompts_find_their_documents_when_they_are_answered(priority, chec
     prompts = [DocumentPrompt([number], documents, [1, 2, 3, number], Focus(2, "reread")) for number in range(6)]
     prompts.append({"prompt_token_ids": [5, 6, 7]})
     monkeypatch.setattr(
-        generate_batch, "generate_job", lambda f, own, *a, **k: groups.append(len(own)) or generate_job(f, own, *a, **k)
+        generate, "generate_job", lambda f, own, *a, **k: groups.append(len(own)) or generate_job(f, own, *a, **k)
     )
     counter = llm.core.metrics.tokens.labels("prefill")._value
     outputs = llm.generate(prompts, GREEDY, priority=priority)

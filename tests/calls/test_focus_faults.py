@@ -14,6 +14,7 @@ from chunkattn.calls.job import STAGE_STEPS
 from chunkattn.errors import CapacityError, NonFiniteError, RequestError
 from chunkattn.parsers.choice import choose
 from tests.engine.test_non_finite import damaged
+from tests.flows import stages_of
 from tests.focus_definition import digest
 from tests.reranker_files import CHAT_OPTIONS
 
@@ -263,7 +264,7 @@ def test_a_stage_counts_documents(llm):
     """Other requests wait for a stage, whose documents may be uncached."""
     prompt = DocumentPrompt([9], ids(*[500] * 20), [8, 7], 1)
     job = generate_job(llm.frontend, llm.frontend.parse([prompt], None), GREEDY)
-    stage = next(job.stages())
+    stage = next(stages_of(job))
     most = STAGE_STEPS * llm.config.max_num_batched_tokens
     assert most - 503 < sum(len(request.layout) for request in stage) <= most + len(stage)
 

@@ -33,19 +33,6 @@ def prompts():
     return [p for pair in zip(chunked, [*plain, *plain[:2]], strict=True) for p in pair]
 
 
-@pytest.mark.ci
-def test_mixed_batches_equal_each_prompt_alone(engine, prompts):
-    """Spans cut by a small budget, few sequences at a time, scoring and sampling in between: the same tokens."""
-    llm = engine("qwen3")
-    alone = [tokens(llm.generate(p, GREEDY))[0] for p in prompts]
-    assert tokens(llm.generate(prompts, GREEDY)) == alone
-    small = engine("qwen3", max_num_batched_tokens=24, max_num_seqs=3)
-    assert tokens(small.generate(prompts, GREEDY)) == alone
-    few_pages = engine("qwen3", kv_cache_memory_bytes=24 * small.core.runner.backend.spec.block_size * 3 * 2 * 2 * 32 * 4)
-    assert few_pages.core.runner.pool.num_pages == 24
-    assert tokens(few_pages.generate(prompts, GREEDY)) == alone
-
-
 def test_generation_and_scoring_share_steps(engine, prompts):
     """Scoring requests among running generations change neither."""
     from chunkattn.engine.messages import ScoreRequest, ScoreResult, TokenOutput
@@ -70,32 +57,6 @@ def test_generation_and_scoring_share_steps(engine, prompts):
     assert list(found.values()) == expected
     alone = llm.score([1, 2, 3, 4, 5], [[6, 7], [8], [9, 10, 11]], label_token_ids=[3, 4, 5], algorithm="serial")
     np.testing.assert_allclose(scored, alone.logprobs, atol=1e-4)
-
-
-def test_equal_bits_in_every_order_of_documents(engine):
-    """Canonical order: log-probabilities of every step are bitwise the same."""
-    rng = np.random.default_rng(6)
-    prefix, chunks, question = [1, 2, 3], [rng.integers(0, VOCAB, n).tolist() for n in (7, 1, 19, 7, 12)], [4, 5]
-    chunks.append(chunks[0])  # a duplicate
-    params = SamplingParams(temperature=0, max_tokens=10, logprobs=5, prompt_logprobs=0)
-    llm = engine("qwen3")
-    seen = set()
-    for _ in range(24):
-        order = rng.permutation(len(chunks))
-        out = llm.generate(ChunkedPrompt(prefix, [chunks[i] for i in order], question), params)[0]
-        # The user's own order everywhere: ids and prompt log-probabilities.
-        assert out.prompt_token_ids == [*prefix, *(t for i in order for t in chunks[i]), *question]
-        assert out.chunk_lens == tuple(len(chunks[i]) for i in order)
-        by_part, start = [], 0
-        for length in (len(prefix), *out.chunk_lens, len(question)):
-            entries = out.prompt_logprobs[start : start + length]
-            by_part.append(tuple(e and tuple(lp.logprob for lp in e.values()) for e in entries))
-            start += length
-        parts = (by_part[0], tuple(by_part[1:-1][j] for j in np.argsort(order)), by_part[-1])
-        sample = out.outputs[0]
-        steps = tuple(tuple((t, lp.logprob) for t, lp in step.items()) for step in sample.logprobs)
-        seen.add((tuple(sample.token_ids), steps, parts))
-    assert len(seen) == 1
 
 
 @pytest.mark.parametrize("chunked", [False, True])

@@ -34,6 +34,7 @@ from chunkattn.server.routes import documents, generation, scoring
 from chunkattn.server.state import ServerState
 from chunkattn.web.errors import ApiError
 from chunkattn.web.options import ServerConfig
+from tests.flows import stages_of
 
 
 @pytest.fixture(scope="module")
@@ -167,9 +168,9 @@ def test_a_salt_is_bounded_and_reaches_the_engine_as_a_digest(frontend):
         generate_job(made, made.parse("x", None), params, cache_salt="\ud800")
 
     def salts(salt):
-        ((generate,),) = generate_job(made, made.parse("x", None), params, cache_salt=salt).stages()
+        ((generate,),) = stages_of(generate_job(made, made.parse("x", None), params, cache_salt=salt))
         cached = [*chain.from_iterable(precompute_job(made, "a", ["b"], cache_salt=salt).stages())]
-        scored = [*chain.from_iterable(score(made, "a", ["b"], cache_salt=salt).stages())]
+        scored = [*chain.from_iterable(stages_of(score(made, "a", ["b"], cache_salt=salt)))]
         return {request.salt_key for request in (generate, *cached, *scored)}
 
     (one,), (other,) = salts("s" * 256), salts("t")
@@ -185,9 +186,9 @@ def test_costs_are_those_of_what_is_laid_out(frontend):
     made = frontend(max_num_batched_tokens=128)
     query, items = [7] * 100, [[8] * (n % 40) for n in range(300)]
     items += items[50:]  # repeated items cost nothing
-    told = score(made, query, items).tokens()
+    told = score(made, query, items)._calls[0].tokens()
     for name, cost in told.items():
-        requests = [*chain.from_iterable(score(made, query, items, name).stages())]
+        requests = [*chain.from_iterable(stages_of(score(made, query, items, name)))]
         rows = sum(len(r.layout) - (r.layout.prefix_len if getattr(r, "share_prefix", False) else 0) for r in requests)
         assert rows == cost, name
 
@@ -270,7 +271,7 @@ def test_only_one_stage_of_a_scoring_call_is_in_memory(frontend, algorithm):
     made = frontend(max_num_batched_tokens=128)
     job = score(made, [7] * 1000, distinct(2000, 10), algorithm)
     tracemalloc.start()
-    largest = max(sum(len(r.layout) for r in stage) for stage in job.stages())
+    largest = max(sum(len(r.layout) for r in stage) for stage in stages_of(job))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert largest <= 16384
@@ -282,7 +283,7 @@ def test_batches_share_a_stage_where_company_changes_no_bits(frontend, batch_inv
     """Ten batches of 120 tokens in steps of 128: behind the query come four steps' worth, or one batch at a time."""
     made = frontend(max_num_batched_tokens=128)
     made.connect(replace(made.limits, batch_invariant=batch_invariant))
-    query, *stages = score(made, [7] * 100, distinct(120, 10), "prefill_extend").stages()
+    query, *stages = stages_of(score(made, [7] * 100, distinct(120, 10), "prefill_extend"))
     assert len(query) == 1
     assert [len(stage) for stage in stages] == ([4, 4, 2] if batch_invariant else [1] * 10)
 
@@ -297,7 +298,7 @@ def test_a_stage_is_made_when_it_is_asked_for(frontend, monkeypatch):
     monkeypatch.setattr(algorithms, "make_layout", count)
     for query in ([7] * 100, [[7] * 100, [9] * 100]):
         laid_out.clear()
-        stages = score(made, query, distinct(100, 10), "serial").stages()
+        stages = stages_of(score(made, query, distinct(100, 10), "serial"))
         assert laid_out == []
         assert len(next(stages)) < len(laid_out) + 1 < 12
     laid_out.clear()

@@ -1,6 +1,7 @@
 """Reranking, labels as text and lists of queries, against transformers run on whole texts; every kind of bad input."""
 
 import asyncio
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from chunkattn import LLM, AsyncLLM
-from chunkattn.calls.labels import resolve_labels
+from chunkattn.calls.labels import read_labels
 from chunkattn.calls.rerank import fill_template, label_ids, rank, rerank_call
 from chunkattn.calls.rerank_template import GENERIC, PLAIN, QWEN3_RERANKER, RerankTemplate
 from chunkattn.calls.score_inputs import pair_queries
@@ -133,9 +134,10 @@ def test_documents_are_cut_and_nothing_else(reranker, encode):
 
     whole, cut = call(), call(max_tokens_per_doc=5)
     tail = ids_of(encode, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert cut.before == whole.before
-    assert cut.items[0] == ids_of(encode, f" {documents[0]}")[:5] + tail
-    assert cut.items[1:] == whole.items[1:]
+    (whole_call,), (cut_call,) = whole._calls, cut._calls
+    assert cut_call.before == whole_call.before
+    assert cut_call.items[0] == ids_of(encode, f" {documents[0]}")[:5] + tail
+    assert cut_call.items[1:] == whole_call.items[1:]
     assert truncated(whole) == [False] * 3
     assert truncated(cut) == [True, False, False]
     exact = len(ids_of(encode, f" {documents[0]}"))
@@ -264,9 +266,9 @@ def test_token_ids_are_documents_as_they_are(reranker, encode):
     given = [ids_of(encode, "Paris is a city."), "Paris is a city."]
     call = rerank_call(reranker.frontend, "q", given)
     end = ids_of(encode, "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
-    assert call.items == [[*space, *given[0], *end], [*text, *end]]
+    assert call._calls[0].items == [[*space, *given[0], *end], [*text, *end]]
     cut = rerank_call(reranker.frontend, "q", given, max_tokens_per_doc=3)
-    assert cut.items[0] == [*space, *given[0]][:3] + end
+    assert cut._calls[0].items[0] == [*space, *given[0]][:3] + end
     output = reranker.rerank("q", given)
     assert {r.index: r.document for r in output.results} == dict(enumerate(given))
 
@@ -365,7 +367,7 @@ def test_labels_are_their_tokens(demo):
     by_ids = demo.score("Find a poet.", ["Rumi is a poet."], label_token_ids=[yes, no, yes], algorithm="serial")
     assert by_text.logprobs == by_ids.logprobs
     np.testing.assert_allclose(np.exp(by_text.logprobs), by_text.scores)
-    assert resolve_labels(demo.parser.encode, None, np.array([3, 3])) == (3, 3)
+    assert read_labels(demo.frontend, None, np.array([3, 3]))([1], False) == [[(3, 3)]]
 
 
 @pytest.mark.parametrize(
@@ -385,17 +387,18 @@ def test_labels_are_their_tokens(demo):
     ],
     ids=str,
 )
-def test_bad_labels(arguments, message, param, encode):
+def test_bad_labels(arguments, message, param, reranker):
+    given = {"labels": None, "label_token_ids": None} | arguments
     with pytest.raises(RequestError, match=message) as caught:
-        resolve_labels(encode, **arguments)
+        read_labels(reranker.frontend, **given)
     assert caught.value.param == param
 
 
-def test_a_label_that_needs_a_space_is_told_so(encode):
+def test_a_label_that_needs_a_space_is_told_so(reranker):
     with pytest.raises(RequestError, match=r"label 'meets' is \d tokens .* ' meets' is one"):
-        resolve_labels(encode, ["meets"])
+        read_labels(reranker.frontend, ["meets"], None)
     with pytest.raises(RequestError, match="labels need a tokenizer"):
-        resolve_labels(PartEncoder(None), ["yes"])
+        read_labels(SimpleNamespace(parser=SimpleNamespace(encode=PartEncoder(None)), limits=reranker.limits), ["yes"], None)
 
 
 # Lists of queries

@@ -40,19 +40,6 @@ def test_copies_are_scored_once(algorithm, engine, oracle, repeated):
     assert (again.usage.computed_tokens, again.usage.cached_tokens) == (0, 40 + every)
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_earlier_calls_change_no_bit(algorithm, engine, repeated):
-    """Items of other calls are known, and have the bits that they would get here; `packed_dense` scores all anew."""
-    query, different, _ = repeated
-    options = {"label_token_ids": LABELS, "algorithm": algorithm}
-    fresh = engine("qwen3").score(query, different, **options, cache_salt=f"fresh {algorithm}")
-    for part in (different[:5], different[7:8], different[::-1]):
-        engine("qwen3").score(query, part, **options, cache_salt=f"later {algorithm}")
-    later = engine("qwen3").score(query, different, **options, cache_salt=f"later {algorithm}")
-    assert later.logprobs == fresh.logprobs
-    assert (later.usage.computed_tokens > 0) == (algorithm == "packed_dense")
-
-
 def test_new_items_are_scored_among_known_ones(engine, oracle, repeated):
     query, different, _ = repeated
     options = {"label_token_ids": LABELS, "algorithm": "packed_segment", "cache_salt": "some"}

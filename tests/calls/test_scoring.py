@@ -286,9 +286,8 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
     refused = refusals(job, **{"sliding_window": None, "caching": True, "backends": {}, **options})
-    costs, extend = (predict(job, rates, StepSizes(buckets(8, budget, 2), 256), query_cached=known) for known in (False, True))
-    extended = extend["prefill_extend"]
-    return select_algorithm("auto", refused, costs, extended, query_cached=cached, item_first=job.item_first)[0]
+    costs = predict(job, rates, StepSizes(buckets(8, budget, 2), 256))
+    return select_algorithm("auto", refused, *costs, query_cached=cached, item_first=job.item_first)[0]
 
 
 def test_auto_takes_what_is_cheapest():

@@ -48,11 +48,11 @@ def test_calls_of_several_threads(engine):
 def test_a_call_that_fails_does_not_wait_for_another_threads_call(engine, monkeypatch):
     llm, failed = engine("qwen3"), threading.Event()
 
-    def stages(self):
+    def flow(self):
         raise ZeroDivisionError
         yield
 
-    monkeypatch.setattr(GenerateJob, "stages", stages)
+    monkeypatch.setattr(GenerateJob, "flow", flow)
 
     def call():
         with pytest.raises(ZeroDivisionError):

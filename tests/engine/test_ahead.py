@@ -13,6 +13,7 @@ from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
 from chunkattn.rope.positions import make_layout
 from tests.checkpoints import VOCAB
 from tests.engine.test_cache import part
+from tests.flows import stages_of
 
 OPTIONS = {"skip_tokenizer_init": True, "max_num_batched_tokens": 32, "max_num_seqs": 6, "max_decode_gap_s": 1e-6}
 
@@ -64,7 +65,7 @@ def messages(llm, rng, count):
             repetition_penalty=float(rng.choice([1.0, 1.2])),
         )
         job = generate_job(llm.frontend, parse(prompt, None, None), params, int(rng.integers(0, 2)))
-        made.append((int(rng.integers(0, 60)), next(iter(job.stages()))[0]))
+        made.append((int(rng.integers(0, 60)), next(stages_of(job))[0]))
     return made
 
 

@@ -219,17 +219,6 @@ def test_a_question_is_cached_with_its_temperature_and_scale(engine):
     assert [cached(w) for w in (None, None, (0.7, 1.3), (0.7, 1.2), (0.7, 1.2))] == [0, 32, 32, 0, 32]
 
 
-def test_order_of_chunks_changes_no_bit(engine):
-    rng = np.random.default_rng(10)
-    llm = engine("qwen3", chunk_temperature=0.7, chunk_scale=1.3)
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=5, skip_reading_prefix_cache=True)
-    prefix, chunks = rng.integers(0, VOCAB, 5).tolist(), [rng.integers(0, VOCAB, n).tolist() for n in (9, 30, 2, 17)]
-    outs = llm.generate([ChunkedPrompt(prefix, chunks[::order], [1, 2]) for order in (1, -1)], params)
-    first, second = (out.outputs[0] for out in outs)
-    assert first.token_ids == second.token_ids
-    assert first.logprobs == second.logprobs
-
-
 def test_plain_prompts_keep_every_bit(engine):
     rng = np.random.default_rng(11)
     layout = make_layout([], [], rng.integers(0, VOCAB, 90))

@@ -60,11 +60,11 @@ class Alone:
 
     def _check_decision(self, call: Call, ask: Decide) -> None:
         """Compare every question with the question alone, options and documents in another order."""
-        rows, answers = rows_of(call.job), call.job.result().answers
+        rows, answers = rows_of(call.job), call.result.answers
         rig, first = self._caching if ask.documents else self._rig, 0
         for number, apart in enumerate(ask.apart(call.positions)):
-            again = self._answer(apart, call.positions, rig).job
-            found = rows_of(again)
+            again = self._answer(apart, call.positions, rig)
+            found = rows_of(again.job)
             end = first + len(found[0])
             for own, alone in zip(rows, found, strict=True):
                 for row, other in zip(own[first:end], alone, strict=True):
@@ -72,7 +72,7 @@ class Alone:
                         error = np.abs(row - other).max()
                         raise Difference(f"alone, {describe(apart)} has other bits: rows differ by {error:.3g}", ask)
             one = numbers_of(ask.questions[number], answers[number])
-            other = numbers_of(apart.questions[0], again.result().answers[0])
+            other = numbers_of(apart.questions[0], again.result.answers[0])
             if not np.array_equal(one, other):
                 raise Difference(f"alone, {describe(apart)} has another answer: {other}, not {one}", ask)
             first = end
@@ -80,8 +80,8 @@ class Alone:
     def _answer(self, ask: Generate | Score | Decide, positions: str, rig: Rig | None = None) -> Call:
         rig = rig or self._rig
         core, call = rig.start(positions, None), Call(ask, rig.frontends[positions])
-        while not call.done:
-            for request in call.next_stage():
+        while stage := call.next_stage():
+            for request in stage:
                 core.add(request)
                 while core.has_work:
                     for event in core.step():
@@ -92,13 +92,13 @@ class Alone:
 def _values(call: Call) -> dict[str, object]:
     """Return every value of an answer, by name."""
     if isinstance(call.ask, Score):
-        output = call.job.result()
+        output = call.result
         if call.ask.rerank:
             return {"relevance": [r.relevance_score for r in sorted(output.results, key=lambda r: r.index)]}
         return {f"label log-probabilities of item {number}": row for number, row in enumerate(output.logprobs)}
     values: dict[str, object] = {}
     if isinstance(call.ask, Choose):
-        found, documents = call.job.result()[0].focus, call.ask.prompt.chunks
+        found, documents = call.result[0].focus, call.ask.prompt.chunks
         scores = dict(zip(documents, found.scores, strict=True))
         values["scores"] = [scores[document] for document in call.ask.candidates]
         values["choice"] = [call.ask.candidates.index(documents[number]) for number in found.documents]

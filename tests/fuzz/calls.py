@@ -5,7 +5,6 @@ An *ask* is plain data, so that it can be printed, sent again and compared. A `C
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
@@ -14,18 +13,19 @@ import numpy as np
 from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
+from chunkattn.calls.job import Ask as Stage
+from chunkattn.calls.job import LookUp, Returned, advance
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.rerank import rerank_call
 from chunkattn.calls.rerank_template import PLAIN
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.engine.messages import (
+    CachedTokens,
     EngineOutput,
     GenerateRequest,
     Message,
-    PrecomputeResult,
     PromptLogprobsOutput,
     ScoreRequest,
-    ScoreResult,
     TokenOutput,
 )
 from tests.fuzz.decisions import Decide
@@ -60,7 +60,7 @@ class Generate:
         """The prompt as the parser must read it."""
         return make_layout(*self.prompt, *POSITIONS[positions])
 
-    def requests(self, frontend: Frontend) -> tuple[Iterable[list[Message]], Any]:
+    def job(self, frontend: Frontend) -> Any:
         """Parse the prompt; it must come out as `layout`."""
         (parsed,) = self._parse(frontend)
         expected = self.layout(positions_of(frontend))
@@ -68,8 +68,7 @@ class Generate:
             assert np.array_equal(getattr(parsed.layout, name), getattr(expected, name)), (
                 f"{describe(self)} is parsed wrong: {name}"
             )
-        job = generate_job(frontend, [parsed], self.sampling, self.priority, cache_salt=self.salt)
-        return [list(stage) for stage in job.stages()], None
+        return generate_job(frontend, [parsed], self.sampling, self.priority, cache_salt=self.salt)
 
     def _parse(self, frontend: Frontend) -> list[Any]:
         prefix, chunks, question = self.prompt
@@ -106,17 +105,15 @@ class Score:
     salt: str | None = None
     priority: int = 0
 
-    def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
-        """Lay the items out."""
+    def job(self, frontend: Frontend) -> Any:
+        """Check the items."""
         options = {"algorithm": self.algorithm, "cache_salt": self.salt, "priority": self.priority}
         if self.rerank:
             documents, order = [words(item) for item in self.items], "document_first" if self.item_first else "query_first"
-            job: Any = rerank_call(frontend, words(self.query), documents, template=PLAIN, order=order, **options)
-        else:
-            labels = [list(own) if isinstance(own, tuple) else own for own in self.labels]
-            options |= {"item_first": self.item_first, "label_token_ids": labels}
-            job = score_call(frontend, list(self.query), list(map(list, self.items)), **options)
-        return [list(stage) for stage in job.stages()], job
+            return rerank_call(frontend, words(self.query), documents, template=PLAIN, order=order, **options)
+        labels = [list(own) if isinstance(own, tuple) else own for own in self.labels]
+        options |= {"item_first": self.item_first, "label_token_ids": labels}
+        return score_call(frontend, list(self.query), list(map(list, self.items)), **options)
 
     def sequences(self) -> list[Ids]:
         """Every item with the query as a plain prompt, whose next token is scored."""
@@ -138,12 +135,11 @@ class Precompute:
     salt: str | None = None
     priority: int = 0
 
-    def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
+    def job(self, frontend: Frontend) -> Any:
         """One request a document, or one for all."""
         documents = list(map(list, self.documents))
         options = {"cache_salt": self.salt, "pin": self.pin, "priority": self.priority}
-        job = precompute_job(frontend, list(self.prefix), documents, **options)
-        return [list(stage) for stage in job.stages()], job
+        return precompute_job(frontend, list(self.prefix), documents, **options)
 
 
 Ask = Generate | Score | Precompute | Decide
@@ -175,48 +171,49 @@ class Call:
     """An ask on its way through the engine.
 
     Attributes:
-        stages: requests to be sent, a list when all of the list before have ended; the last may follow from them.
+        job: the checked call.
         open: ids of requests that were sent and have not ended.
         requests: all requests sent, by id.
         samples: of a `Generate`.
         prompt_logprobs: of a `Generate` that asked for them.
         warm: some of its tokens came from the cache.
+        result: result of the call, when it has ended.
     """
 
     def __init__(self, ask: Ask, frontend: Frontend) -> None:
         self.ask, self.positions = ask, positions_of(frontend)
-        stages, self.job = ask.requests(frontend)
-        self.stages = filter(None, stages)
-        self._next: list[Message] | None = next(self.stages, None)
+        self.job = ask.job(frontend)
+        self._flow = self.job.flow()
+        self._question: Stage | None = None
+        self.result: Any = None
         self.open: set[str] = set()
         self.requests: dict[str, Message] = {}
         self.samples = [Sample() for _ in range(ask.sampling.n)] if isinstance(ask, Generate) else []
         self.prompt_logprobs: PromptLogprobsOutput | None = None
-        self.warm = False
-
-    @property
-    def done(self) -> bool:
-        """True if nothing more will come."""
-        if self._next is None and not self.open:
-            self._next = next(self.stages, None)
-        return self._next is None and not self.open
+        self.warm = self.done = False
 
     def next_stage(self) -> list[Message]:
-        """Requests to send now; empty while some are open."""
+        """Requests to send now; empty while some are open, and when the call has ended. Look-ups find nothing."""
         if self.open or self.done:
             return []
-        stage, self._next = self._next, None
-        assert stage is not None
-        self.open = {request.request_id for request in stage}
-        self.requests |= {request.request_id: request for request in stage}
-        return stage
+        step = advance(self._flow, self._question and self._question.answer)
+        while isinstance(step, LookUp):
+            step = advance(self._flow, [CachedTokens(0, (), 0)] * len(step.requests))
+        if isinstance(step, Returned):
+            self.done, self.result = True, step.value
+            return []
+        self._question = step
+        self.open = {request.request_id for request in step.requests}
+        self.requests |= {request.request_id: request for request in step.requests}
+        return list(step.requests)
 
     def take(self, event: EngineOutput) -> None:
         """Take an output of one of its requests."""
-        if isinstance(self.job, GenerateJob) and event.request_id != self.job.requests[0].request_id:
-            if self.job.take(event, lambda *_: None):  # of a document that is scored
-                self.open.discard(event.request_id)
-            return
+        assert self._question is not None
+        if self._question.take(event, lambda *_: None):
+            self.open.discard(event.request_id)
+        if not isinstance(self.job, GenerateJob) or event.request_id != self.job.requests[0].request_id:
+            return  # of a document that is scored, or no text
         if isinstance(event, TokenOutput):
             sample = self.samples[event.sample]
             assert not sample.ended
@@ -225,13 +222,8 @@ class Call:
                 sample.logprobs.append(float(event.logprobs.target[0]))
                 sample.top.append(event.logprobs.top[0])
             sample.ended = event.finish_reason is not None
-            if all(s.ended for s in self.samples):
-                self.open.discard(event.request_id)
         elif isinstance(event, PromptLogprobsOutput):
             self.prompt_logprobs = event
-        elif isinstance(event, (ScoreResult, PrecomputeResult)):
-            self.job.take(event, lambda *_: None)
-            self.open.discard(event.request_id)
 
 
 def continued(layout: ChunkLayout, tokens: list[int]) -> ChunkLayout:

@@ -15,7 +15,6 @@ from chunkattn import Choice, ChunkLayout, Option, Predicate, Rating, make_layou
 from chunkattn.calls.decide import decide_call
 from chunkattn.calls.frontend import Frontend
 from chunkattn.decisions import Answer, PredicateAnswer, Question
-from chunkattn.engine.messages import Message
 from tests.fuzz.prompts import Ids
 from tests.fuzz.rig import LETTERS, POSITIONS, WORDS, read, words
 
@@ -40,12 +39,12 @@ class Decide:
     salt: str | None = None
     priority: int = 0
 
-    def requests(self, frontend: Frontend) -> tuple[list[list[Message]], Any]:
+    def job(self, frontend: Frontend) -> Any:
         """Make the call; every other document is a text if its tokens are words."""
         documents = [
             words(own) if number % 2 and max(own, default=0) < WORDS else list(own) for number, own in enumerate(self.documents)
         ]
-        job = decide_call(
+        return decide_call(
             frontend,
             words(self.state),
             self.questions,
@@ -56,7 +55,6 @@ class Decide:
             cache_salt=self.salt,
             priority=self.priority,
         )
-        return [list(stage) for stage in job.stages()], job
 
     def apart(self, positions: str) -> Iterator[Decide]:
         """Yield an ask for each question alone, with options and documents in another order where order has no effect."""

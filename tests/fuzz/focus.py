@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
@@ -12,7 +11,6 @@ import numpy as np
 from chunkattn import ChunkLayout, DocumentPrompt, Focus, make_layout
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
-from chunkattn.engine.messages import Message
 from tests.fuzz.calls import Generate
 from tests.fuzz.prompts import Ids
 from tests.fuzz.rig import POSITIONS, WORDS, words
@@ -24,14 +22,13 @@ class Choose(Generate):
 
     focus: Focus = field(default_factory=lambda: Focus(1))
 
-    def requests(self, frontend: Frontend) -> tuple[Iterator[list[Message]], Any]:
-        """Make the call. Its last stage can be made when the others have ended."""
+    def job(self, frontend: Frontend) -> Any:
+        """Make the call."""
         prefix, chunks, question = self.prompt
         as_form = words if self.form == "text" else list
         prompt = DocumentPrompt(as_form(prefix), [as_form(chunk) for chunk in chunks], as_form(question), self.focus)
         parsed = frontend.parse(prompt, None)
-        job = generate_job(frontend, parsed, self.sampling, self.priority, cache_salt=self.salt)
-        return map(list, job.stages()), job
+        return generate_job(frontend, parsed, self.sampling, self.priority, cache_salt=self.salt)
 
     def turned(self) -> Choose:
         """Return the ask with its documents in another order, unless log-probabilities of the prompt come in that order."""

@@ -166,7 +166,7 @@ class Session:
     def look_up(self, ask: Precompute, *, forget: bool) -> None:
         """Look up what a precompute call would compute, or forget it."""
         try:
-            stages, _ = ask.requests(self.frontend)
+            stages = ask.job(self.frontend).stages()
         except CapacityError:
             return
         for request in chain.from_iterable(stages):

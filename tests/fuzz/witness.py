@@ -109,7 +109,7 @@ def _check(call: Call, witness: Witness) -> None:
 
 def _check_choice(call: Call, ask: Choose, witness: Witness) -> ChunkLayout:
     """Compare scores, choice and composed prompt, which is returned."""
-    found, documents = call.job.result()[0].focus, ask.prompt.chunks
+    found, documents = call.result[0].focus, ask.prompt.chunks
     if [score is None for score in found.scores] != [not document for document in documents]:
         raise Difference(f"the documents with scores are other ones: {found.scores}")
     scores = {document: score for document, score in zip(documents, found.scores, strict=True) if document}
@@ -173,7 +173,7 @@ def _check_prompt(call: Call, layout: ChunkLayout, rows: np.ndarray, witness: Wi
 def _check_scores(call: Call, ask: Score, witness: Witness) -> None:
     rows = [witness.logprobs(make_layout([], [], ids))[-1] for ids in ask.sequences()]
     expected = [row[list(ask.labels_of(number))].astype(np.float64) for number, row in enumerate(rows)]
-    output = call.job.result()
+    output = call.result
     if ask.rerank:
         relevance = np.zeros(len(rows))
         for result in output.results:
@@ -193,7 +193,7 @@ def _check_decision(call: Call, ask: Decide, witness: Witness) -> None:
             expected, count = witness.logprobs(layout), len(item.answer)
             own = expected[np.arange(-count, 0), list(item.answer)] if count else expected[-1, list(item.labels)]
             _compare(row, own, f"log-probabilities of item {number}", witness)
-    answers = call.job.result().answers
+    answers = call.result.answers
     for number, (answer, own) in enumerate(zip(answers, expected_answers(ask, rows), strict=True)):
         if not np.allclose(numbers_of(ask.questions[number], answer), own, rtol=1e-9):
             raise Difference(f"answer {number} is {answer}, and its label mass and probabilities are {own}")

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from chunkattn.engine.invariance import rows_agree
-from tests.engine.test_same_bits import ALGORITHMS, QUERY, Party, steps_of
+from tests.calls.test_no_bit_moves import ROWS, alone, beside_others, company, moved, preempted, small_steps, warm
 from tests.fuzz.alone import Alone
 from tests.fuzz.fuzzer import Fuzzer
 from tests.fuzz.rig import SUBJECTS, Rig, make_model
@@ -31,15 +31,11 @@ def test_results_in_company(wide, start, tmp_path, dtype, size):
     options = {"max_model_len": 8192, "max_num_batched_tokens": 512, "max_num_seqs": 8, "kv_cache_memory_bytes": 4 << 20}
     llm = start(wide("qwen3-64", **sizes), size, dtype=dtype, kv_store=str(tmp_path), max_logprobs=4, **options)
     assert llm.limits.batch_invariant
-    party = Party(llm, 1, QUERY["qwen3"])
-    alone, answers = party.scores("serial"), [party.answer(p, s) for p in party.prompts for s in party.sampling]
-    for company, tokens, guests in ((1, 97, 6), (40, 512, 6)):
-        for algorithm in ALGORITHMS:
-            with steps_of(llm, tokens), party.crowd(guests):
-                assert party.scores(algorithm, min(company, 4) if algorithm == "serial" else company) == alone, algorithm
-    for company, tokens in ((5, 512), (3, 61)):
-        with steps_of(llm, tokens), party.crowd(3):
-            assert party.answers(company) == answers, (company, tokens)
+    for name in ("generate", "sample", "packed_segment", "prefill_extend"):
+        row = ROWS[name]
+        expected = alone(llm, ROWS[row.same_as or name])
+        for column in (warm, company, small_steps, preempted, beside_others):
+            assert moved(llm, row, expected, column) == [], (name, column)
     assert llm.core.scheduler.preemptions
 
 

@@ -16,11 +16,12 @@ from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from chunkattn.calls.job import drive
 from chunkattn.errors import CapacityError, ConfigError
 from chunkattn.integrations import vllm as versions
 from chunkattn.integrations.vllm import chunk_options, serve
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions, refused_param, server_options, take_options
-from chunkattn.integrations.vllm.composer import RETRIES, Composer, Costs, HeldKeys, PromptTask
+from chunkattn.integrations.vllm.composer import RETRIES, Costs, HeldKeys, PromptTask, answer, save
 from chunkattn.integrations.vllm.llm import _NOT_OFFERED
 from chunkattn.integrations.vllm.options import ConnectorOptions
 from chunkattn.integrations.vllm.requests import plan_prompt
@@ -206,23 +207,27 @@ class FakeEngine:
         return outputs
 
 
+def run(engine, plans, held=None):
+    return drive(answer([PromptTask(plan, None) for plan in plans], HeldKeys() if held is None else held), engine)
+
+
 def plans(count, documents=2):
     return [plan_prompt([1], [[10 + n, d] for d in range(documents)], [7]) for n in range(count)]
 
 
 def test_documents_are_sent_once():
     engine = FakeEngine(100)
-    composer = Composer(engine)
+    held = HeldKeys()
     (plan,) = plans(1)
     for _ in range(3):
-        composer.run([PromptTask(plan, None)])
+        run(engine, [plan], held)
     assert len(engine.sent) == 2 + 3
 
 
 def test_prompts_of_one_call_share_their_saves():
     engine = FakeEngine(100)
     (plan,) = plans(1)
-    Composer(engine).run([PromptTask(plan, None), PromptTask(plan, None)])
+    run(engine, [plan, plan])
     assert [bool(r.kv_transfer_params["chunkattn"].get("bounds")) for r in engine.sent] == [False, False, True, True]
 
 
@@ -233,12 +238,12 @@ def computed_keys(engine):
 
 def test_a_composed_request_names_what_was_computed_for_it():
     engine = FakeEngine(100)
-    composer = Composer(engine)
+    held = HeldKeys()
     first, second = (plan_prompt([1], [[10], [11], *more], [7]) for more in ([], [[12]]))
-    composer.run([PromptTask(first, None), PromptTask(first, None)])
-    composer.run([PromptTask(second, None)])
-    composer.save(plans(1))
-    composer.run([PromptTask(plan, None) for plan in plans(1)])
+    run(engine, [first, first], held)
+    run(engine, [second], held)
+    drive(save(plans(1), held), engine)
+    run(engine, plans(1), held)
     keys = set(second.composed.keys) - set(first.composed.keys)
     assert len(keys) == 1
     assert computed_keys(engine) == [set(first.composed.keys), set(), keys, set()]
@@ -246,50 +251,50 @@ def test_a_composed_request_names_what_was_computed_for_it():
 
 def test_a_lost_document_is_computed_for_the_prompt_that_lost_it():
     engine = FakeEngine(100)
-    composer = Composer(engine)
+    held = HeldKeys()
     (plan,) = plans(1)
-    composer.run([PromptTask(plan, None)])
+    run(engine, [plan], held)
     engine.held.clear()
-    composer.run([PromptTask(plan, None)])
+    run(engine, [plan], held)
     assert computed_keys(engine) == [set(plan.composed.keys), set(), set(plan.composed.keys)]
 
 
 def test_a_prompt_whose_documents_were_evicted_is_answered():
     engine = FakeEngine(3)  # the prefix and two documents: one prompt's
-    composer = Composer(engine)
-    answers = composer.run([PromptTask(plan, None) for plan in plans(4)])
+    held = HeldKeys()
+    answers = run(engine, plans(4), held)
     assert all(output.outputs[0].finish_reason == "length" for output, _ in answers)
 
 
 def test_documents_that_never_fit_are_an_error():
     engine = FakeEngine(2)
     with pytest.raises(CapacityError, match="2 documents, 4 tokens"):
-        Composer(engine).run([PromptTask(plan, None) for plan in plans(1)])
+        run(engine, plans(1))
     assert sum("bounds" in r.kv_transfer_params["chunkattn"] for r in engine.sent) == RETRIES + 1
 
 
 def test_an_error_of_a_plain_prompt_is_the_engines_own():
     engine = FakeEngine(10, broken=True)
-    ((output, _),) = Composer(engine).run([PromptTask(plan_prompt([1], [], [2]), None)])
+    ((output, _),) = run(engine, [plan_prompt([1], [], [2])])
     assert output.outputs[0].finish_reason == "error"
     assert len(engine.sent) == 1
 
 
 def test_precomputed_documents_are_sent_although_they_were_sent_before():
     engine = FakeEngine(100)
-    composer = Composer(engine)
+    held = HeldKeys()
     for _ in range(2):
-        composer.save(plans(1))
+        drive(save(plans(1), held), engine)
     assert len(engine.sent) == 2 * 2
-    composer.run([PromptTask(plan, None) for plan in plans(1)])
+    run(engine, plans(1), held)
     assert len(engine.sent) == 2 * 2 + 1
 
 
 def test_a_failed_save_is_an_error():
-    composer = Composer(FakeEngine(100, broken=True))
+    held = HeldKeys()
     with pytest.raises(CapacityError, match="ended 2 of the 2 requests"):
-        composer.save(plans(1))
-    assert not len(composer.held)
+        drive(save(plans(1), held), FakeEngine(100, broken=True))
+    assert not len(held)
 
 
 def test_the_memory_of_what_was_sent_is_bounded():
@@ -304,8 +309,8 @@ def test_costs_of_saves_are_no_cache_hits():
     prefix, chunks, question = [1, 2, 3], [[4, 5], [6, 7, 8], [4, 5]], [9]
     plan = plan_prompt(prefix, chunks, question)
     costs = Costs()
-    for save in plan.saves:
-        costs.add(save, SimpleNamespace(num_cached_tokens=0))
+    for request in plan.saves:
+        costs.add(request, SimpleNamespace(num_cached_tokens=0))
     composed = SimpleNamespace(num_cached_tokens=10)
     assert costs.cached(composed, [prefix, *chunks, question]) == (2, (0, 0, 2)), "a repeated chunk is computed once"
     assert Costs().cached(composed, [prefix, *chunks, question]) == (10, (2, 3, 2))

@@ -12,7 +12,6 @@ from vllm.model_executor.layers import rotary_embedding
 
 from chunkattn.integrations.vllm.block_layout import BlockLayout
 from chunkattn.integrations.vllm.chunk_options import ChunkOptions
-from chunkattn.integrations.vllm.jobs import Job, RequestRefused, Segment, parse_job
 from chunkattn.integrations.vllm.options import CLIENT_OPTIONS, ConnectorOptions
 from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, adapter_key, plan_prompt, segment_keys
 from chunkattn.integrations.vllm.rotation import KeyRotation
@@ -20,12 +19,13 @@ from chunkattn.integrations.vllm.scheduler_side import SchedulerSide
 from chunkattn.integrations.vllm.step import Save, StepWork
 from chunkattn.integrations.vllm.store_index import StoreIndex
 from chunkattn.integrations.vllm.support import UnsupportedError, check_engine, check_layers, model_rotation
+from chunkattn.integrations.vllm.transfers import RequestRefused, StoredSegment, Transfer, parse_transfer
 from chunkattn.integrations.vllm.worker_side import WorkerSide
 
 
-def parse(request, gap=0, adapter=None) -> Job:
+def parse(request, gap=0, adapter=None) -> Transfer:
     fields = request.kv_transfer_params[PARAMS_KEY]
-    return parse_job(fields, request.token_ids, gap=gap, cache_salt=request.cache_salt, adapter=adapter)
+    return parse_transfer(fields, request.token_ids, gap=gap, cache_salt=request.cache_salt, adapter=adapter)
 
 
 @pytest.mark.parametrize("positions", ["shared", "reordered"])
@@ -35,9 +35,9 @@ def test_client_and_server_agree_on_keys(positions, gap, prefix):
     plan = plan_prompt(prefix, [[4, 5], [], [6], [4, 5]], [7], positions=positions, gap=gap, cache_salt="a", adapter="b")
     saved = set()
     for request in (r for stage in plan.missing(()) for r in stage):
-        job = parse(request, gap, "b")
-        assert {segment.key for segment in job.loads} <= saved, "a save request needs what an earlier stage saves"
-        assert {segment.key for segment in job.saves} == set(request.keys)
+        transfer = parse(request, gap, "b")
+        assert {segment.key for segment in transfer.loads} <= saved, "a save request needs what an earlier stage saves"
+        assert {segment.key for segment in transfer.saves} == set(request.keys)
         saved |= set(request.keys)
     composed = parse(plan.composed, gap, "b")
     assert {segment.key for segment in composed.loads} == set(plan.composed.keys) == saved
@@ -92,13 +92,15 @@ def test_parse_refuses_every_wrong_type(value, place):
         "whole": value,
     }[place]
     with pytest.raises(RequestRefused):
-        parse_job(fields, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+        parse_transfer(fields, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
 
 
 @pytest.mark.parametrize("value", [None, True, "a", {}, [1], [None], ["a"] * 3])
 def test_parse_refuses_wrong_computed_keys(value):
     with pytest.raises(RequestRefused, match="computed"):
-        parse_job({"bounds": [1, 2], "positions": "shared", "computed": value}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+        parse_transfer(
+            {"bounds": [1, 2], "positions": "shared", "computed": value}, [1, 2, 3], gap=0, cache_salt=None, adapter=None
+        )
 
 
 def test_questions_that_are_read_share_no_blocks():
@@ -106,9 +108,9 @@ def test_questions_that_are_read_share_no_blocks():
     params = {"bounds": [1, 2], "positions": "shared"}
     for value in (None, 1, "true", []):
         with pytest.raises(RequestRefused, match="read"):
-            parse_job({**params, "read": value}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+            parse_transfer({**params, "read": value}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
     with pytest.raises(RequestRefused):
-        parse_job({"save": 1, "positions": "shared", "read": True}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
+        parse_transfer({"save": 1, "positions": "shared", "read": True}, [1, 2, 3], gap=0, cache_salt=None, adapter=None)
     side, salts = scheduler(100), []
     composed = plan_prompt([1, 2], [[3, 4, 5]], [9, 8]).composed
     for name, request in (("a", composed), ("b", composed), ("c", composed.read()), ("d", composed.read())):
@@ -380,7 +382,7 @@ def test_save_holds_the_tokens_of_few_layers_at_a_time(monkeypatch):
         return tokens
 
     monkeypatch.setattr(BlockLayout, "read", watch)
-    segments = (Segment("prefix", 0, 40, 0), Segment("chunk", 40, 70, 40))
+    segments = (StoredSegment("prefix", 0, 40, 0), StoredSegment("chunk", 40, 70, 40))
     side.run_evictions_and_saves(StepWork(saves=[Save([3, 1, 4], segments)]))
     for segment in segments:
         expected = [read(side._layout, *layer, [3, 1, 4])[segment.start : segment.end] for layer in layers]

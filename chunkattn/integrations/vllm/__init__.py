@@ -36,24 +36,24 @@ def installed_version() -> str | None:
     return __version__
 
 
-def check_version(found: str | None, *, required: bool = False) -> None:
+def check_version(version: str | None, *, required: bool = False) -> None:
     """Check that a version of vLLM is supported.
 
     Args:
-        found: the installed version, None if there is none.
+        version: the installed version, None if there is none.
         required: whether a missing vLLM is an error.
 
     Raises:
         ImportError: the version is out of the supported range, or vLLM is required and missing.
     """
     (low, high), span = SUPPORTED, "vllm>={}.{},<{}.{}".format(*SUPPORTED[0], *SUPPORTED[1])
-    if found is None:
+    if version is None:
         if required:
             raise ImportError(f"chunkattn.integrations.vllm needs vLLM, which is not installed: pip install '{span}'")
         return
-    match = re.match(r"(\d+)\.(\d+)", found)
+    match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or not low <= (int(match[1]), int(match[2])) < high:
-        raise ImportError(f"chunkattn.integrations.vllm supports {span}, found vLLM {found}: pip install '{span}'")
+        raise ImportError(f"chunkattn.integrations.vllm supports {span}, found vLLM {version}: pip install '{span}'")
 
 
 check_version(installed_version())

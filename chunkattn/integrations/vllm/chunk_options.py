@@ -97,8 +97,8 @@ class ChunkOptions:
 
     def extra_config(self) -> dict[str, Any]:
         """Return the options that differ from the defaults, for `kv_connector_extra_config`."""
-        given = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {f.name: given[f.name] for f in fields(self) if given[f.name] != f.default}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
         return {name: value for name, value in changed.items() if name != "chunk_position_gap" or value}
 
     def parser(self, tokenizer: PreTrainedTokenizerBase | None) -> PromptParser:
@@ -192,16 +192,16 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
     Raises:
         ConfigError: an option is invalid, or asks for a temperature or scale of chunks.
     """
-    own = {f.name for f in fields(ChunkOptions)}
-    connector = {f.name for f in fields(ConnectorOptions)} - own
-    rest = {name: value for name, value in options.items() if name not in own | connector}
+    names = {f.name for f in fields(ChunkOptions)}
+    connector = {f.name for f in fields(ConnectorOptions)} - names
+    rest = {name: value for name, value in options.items() if name not in names | connector}
     for name in _WEIGHTS:
         if (value := rest.pop(name, None)) not in (None, 1, 1.0):
             raise ConfigError(
                 f"{name} {value!r}: vLLM's kernels cannot weigh chunks; use chunkattn.LLM, or a chunk_position_gap alone"
             )
-    given = {name: value for name, value in options.items() if name in own}
-    chosen = _calibrated(model, options.get("revision"), given)
+    chunk = {name: value for name, value in options.items() if name in names}
+    chosen = _calibrated(model, options.get("revision"), chunk)
     extra = {name: value for name, value in options.items() if name in connector and value is not None}
     try:
         ConnectorOptions.parse(extra)
@@ -210,19 +210,19 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
     return chosen, transfer_config({**chosen.extra_config(), **extra}), rest
 
 
-def _calibrated(model: str | None, revision: str | None, given: Mapping[str, Any]) -> ChunkOptions:
+def _calibrated(model: str | None, revision: str | None, options: Mapping[str, Any]) -> ChunkOptions:
     """Return chunk options, with the gap of the model's calibration file if none is given."""
-    chosen = ChunkOptions(**given)
-    if (found := calibration_of(model, chosen.chunk_calibration, revision)) is None:
+    chosen = ChunkOptions(**options)
+    if (read := calibration_of(model, chosen.chunk_calibration, revision)) is None:
         return chosen
-    if found.weighs:
+    if read.weighs:
         raise ConfigError(
-            f"the model's calibration has temperature {found.chunk_temperature} and scale {found.chunk_scale}, and vLLM's "
+            f"the model's calibration has temperature {read.chunk_temperature} and scale {read.chunk_scale}, and vLLM's "
             "attention kernels cannot weigh chunks; set chunk_calibration='off' and perhaps a chunk_position_gap, or use "
             "chunkattn.LLM"
         )
     if chosen.chunk_position_gap is None and chosen.position_strategy == "shared":
-        return replace(chosen, chunk_position_gap=found.chunk_position_gap)
+        return replace(chosen, chunk_position_gap=read.chunk_position_gap)
     return chosen
 
 
@@ -237,10 +237,10 @@ def server_options(model: str, extra: Mapping[str, Any], revision: str | None = 
     Raises:
         ConfigError: as `take_options`.
     """
-    own = {f.name for f in fields(ChunkOptions)}
-    given = {name: value for name, value in extra.items() if name in own}
+    names = {f.name for f in fields(ChunkOptions)}
+    options = {name: value for name, value in extra.items() if name in names}
     # The connector's gap, which a calibration file cannot change any more.
-    return _calibrated(model, revision, {**given, "chunk_position_gap": extra.get("chunk_position_gap", 0)})
+    return _calibrated(model, revision, {**options, "chunk_position_gap": extra.get("chunk_position_gap", 0)})
 
 
 def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -278,5 +278,5 @@ def refused_param(params: SamplingParams) -> str | None:
         params: vLLM's sampling parameters.
     """
     names = ("prompt_logprobs", "prompt_logprob_token_ids")
-    found = next((name for name in names if getattr(params, name) is not None), None)
-    return found or ("skip_reading_prefix_cache" if params.skip_reading_prefix_cache else None)
+    name = next((name for name in names if getattr(params, name) is not None), None)
+    return name or ("skip_reading_prefix_cache" if params.skip_reading_prefix_cache else None)

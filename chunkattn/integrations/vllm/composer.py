@@ -1,17 +1,19 @@
-"""`Composer`: sends missing documents, then composed requests, and sends both again when the store lost a document."""
+"""Flows that send missing documents, then composed requests, and send both again when the store lost a document."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Generator, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from chunkattn.errors import CapacityError
 from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, PromptPlan
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
+
+T = TypeVar("T")
 
 RETRIES = 2
 """Times that a refused composed request is sent again, each time after its documents."""
@@ -127,102 +129,99 @@ class Costs:
         return max(0, (output.num_cached_tokens or 0) - computed), chunks
 
 
-Answer = tuple["RequestOutput", Costs]
+AnsweredTask = tuple["RequestOutput", Costs]
 """Answer to a task: vLLM's output of the composed request, and the tokens that other requests computed for the task."""
 
-Send = Callable[[Sequence[Submission]], "Sequence[RequestOutput]"]
+Flow = Generator[Sequence[Submission], Sequence["RequestOutput"], T]
+"""Call on its way: yields submissions that run together, and is sent their outputs in order."""
 
 
-class Composer:
-    """Sender of chunked prompts to one engine that runs a list of requests at a time.
+def answer(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[AnsweredTask]]:
+    """Answer prompts together. A prompt that lost a document is sent again alone, after its documents.
 
     Args:
-        send: function that runs submissions together and returns their outputs in order.
+        tasks: prompts to answer.
         held: content keys that the engine is believed to hold.
+
+    Raises:
+        CapacityError: the engine ends one prompt with an error each time.
     """
+    answers = yield from _round(tasks, held)
+    for number, task in enumerate(tasks):
+        for _ in range(RETRIES):
+            if not may_have_lost(task.plan, answers[number][0]):
+                break
+            held.discard(task.plan.composed.keys)
+            (answers[number],) = yield from _round([task], held)
+        if may_have_lost(task.plan, answers[number][0]):
+            raise CapacityError(refusal(task.plan), param="prompt")
+    return answers
 
-    def __init__(self, send: Send, held: HeldKeys | None = None) -> None:
-        self._send = send
-        self.held = HeldKeys() if held is None else held
 
-    def run(self, tasks: Sequence[PromptTask]) -> list[Answer]:
-        """Answer prompts together. A prompt that lost a document is sent again alone, after its documents.
+def save(plans: Sequence[PromptPlan], held: HeldKeys, lora_request: Any = None) -> Flow[None]:
+    """Compute and save the documents of prompts, also those that the engine is believed to hold.
 
-        Args:
-            tasks: prompts to answer.
+    Args:
+        plans: the prompts; their composed requests are not sent.
+        held: content keys that the engine is believed to hold.
+        lora_request: vLLM's LoRA request, or None.
 
-        Raises:
-            CapacityError: the engine ends one prompt with an error each time.
-        """
-        answers = self._round(tasks)
-        for number, task in enumerate(tasks):
-            for _ in range(RETRIES):
-                if not may_have_lost(task.plan, answers[number][0]):
-                    break
-                self.held.discard(task.plan.composed.keys)
-                answers[number] = self._round([task])[0]
-            if may_have_lost(task.plan, answers[number][0]):
-                raise CapacityError(refusal(task.plan), param="prompt")
-        return answers
+    Raises:
+        CapacityError: the engine ended a request with an error.
+    """
+    tasks = [PromptTask(plan, None, lora_request=lora_request) for plan in plans]
+    outputs, _, _ = yield from _submit(tasks, [], held, ())
+    if failed := sum(map(ended_with_error, outputs)):
+        text = (
+            f"the engine ended {failed} of the {len(outputs)} requests that compute prefix and documents with an error; if "
+            "the prefix does not fit the chunk store, raise its bytes"
+        )
+        raise CapacityError(text, param="documents")
 
-    def save(self, plans: Sequence[PromptPlan], lora_request: Any = None) -> None:
-        """Compute and save the documents of prompts, also those that the engine is believed to hold.
 
-        Args:
-            plans: the prompts; their composed requests are not sent.
-            lora_request: vLLM's LoRA request, or None.
+def _round(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[AnsweredTask]]:
+    composed = [task.submission(task.plan.composed, saves=False) for task in tasks]
+    _, outputs, costs = yield from _submit(tasks, composed, held, held)
+    for task, output in zip(tasks, outputs, strict=True):
+        if not ended_with_error(output):
+            held.add(task.plan.composed.keys)
+    return [*zip(outputs, costs, strict=True)]
 
-        Raises:
-            CapacityError: the engine ended a request with an error.
-        """
-        tasks = [PromptTask(plan, None, lora_request=lora_request) for plan in plans]
-        saves, outputs, _ = self._submit(tasks, [], held=())
-        if failed := sum(map(ended_with_error, outputs)):
-            text = (
-                f"the engine ended {failed} of the {len(saves)} requests that compute prefix and documents with an error; if "
-                "the prefix does not fit the chunk store, raise its bytes"
-            )
-            raise CapacityError(text, param="documents")
 
-    def _round(self, tasks: Sequence[PromptTask]) -> list[Answer]:
-        composed = [task.submission(task.plan.composed, saves=False) for task in tasks]
-        saves, outputs, costs = self._submit(tasks, composed, self.held)
-        answers = outputs[len(saves) :]
-        for task, output in zip(tasks, answers, strict=True):
-            if not ended_with_error(output):
-                self.held.add(task.plan.composed.keys)
-        return [(output, costs[number]) for number, output in enumerate(answers)]
+def _submit(
+    tasks: Sequence[PromptTask], composed: Sequence[Submission], held: HeldKeys, present: Container[str]
+) -> Flow[tuple[Sequence[RequestOutput], Sequence[RequestOutput], list[Costs]]]:
+    """Send the requests that the tasks miss, each once, and then the composed requests, all in one call.
 
-    def _submit(
-        self, tasks: Sequence[PromptTask], composed: Sequence[Submission], held: Container[str]
-    ) -> tuple[list[Submission], Sequence[RequestOutput], Mapping[int, Costs]]:
-        """Send the requests that the tasks miss, each once, and then the composed requests, all in one call.
+    Args:
+        tasks: the tasks.
+        composed: composed request of each task, or none.
+        held: content keys that the engine is believed to hold; those of the new requests are added.
+        present: content keys that need no request.
 
-        Returns:
-            Submissions before the composed ones, the outputs of all submissions, and the costs of every task by its number.
-        """
-        stages: tuple[dict[tuple[str, ...], Submission], ...] = ({}, {})
-        payers: dict[tuple[str, ...], int] = {}
-        costs, paid = {number: Costs() for number in range(len(tasks))}, set[str]()
-        for number, task in enumerate(tasks):
-            for requests in task.plan.missing(held):
-                for request in requests:
-                    stage, submission = stages[request is not task.plan.prefix], task.submission(request, saves=True)
-                    if task.priority < stage.setdefault(request.keys, submission).priority:
-                        stage[request.keys] = submission
-                    payers.setdefault(request.keys, number)
-                    costs[number].keys.update(key for key in request.keys if key not in held and key not in paid)
-            paid |= costs[number].keys
-        saves = [submission for stage in stages for submission in stage.values()]
-        if not saves and not composed:
-            return [], [], costs
-        marked = [replace(one, request=one.request.after(costs[number].keys)) for number, one in enumerate(composed)]
-        outputs = self._send([*saves, *marked])
-        for submission, output in zip(saves, outputs):
-            costs[payers[submission.request.keys]].add(submission.request, output)
-            if not ended_with_error(output):
-                self.held.add(submission.request.keys)
-        return saves, outputs, costs
+    Returns:
+        Outputs of the requests before the composed ones, those of the composed ones, and the costs of every task.
+    """
+    stages: tuple[dict[tuple[str, ...], Submission], ...] = ({}, {})
+    payers: dict[tuple[str, ...], int] = {}
+    costs, paid = [Costs() for _ in tasks], set[str]()
+    for number, task in enumerate(tasks):
+        for requests in task.plan.missing(present):
+            for request in requests:
+                stage, submission = stages[request is not task.plan.prefix], task.submission(request, saves=True)
+                if task.priority < stage.setdefault(request.keys, submission).priority:
+                    stage[request.keys] = submission
+                payers.setdefault(request.keys, number)
+                costs[number].keys.update(key for key in request.keys if key not in present and key not in paid)
+        paid |= costs[number].keys
+    saves = [submission for stage in stages for submission in stage.values()]
+    marked = [replace(one, request=one.request.after(cost.keys)) for one, cost in zip(composed, costs)]
+    outputs = (yield [*saves, *marked]) if saves or marked else []
+    for submission, output in zip(saves, outputs):
+        costs[payers[submission.request.keys]].add(submission.request, output)
+        if not ended_with_error(output):
+            held.add(submission.request.keys)
+    return outputs[: len(saves)], outputs[len(saves) :], costs
 
 
 def ended_with_error(output: RequestOutput) -> bool:

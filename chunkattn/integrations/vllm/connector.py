@@ -121,9 +121,9 @@ class ChunkConnector(KVConnectorBase_V1):
         return ConnectorStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *given: Any) -> ConnectorPromMetrics:
+    def build_prom_metrics(cls, *args: Any) -> ConnectorPromMetrics:
         """Register the connector's Prometheus metrics."""
-        return ConnectorPromMetrics(*given)
+        return ConnectorPromMetrics(*args)
 
 
 def _bytes_per_token(kv_cache_config: KVCacheConfig) -> int:

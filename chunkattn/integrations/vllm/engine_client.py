@@ -187,18 +187,18 @@ class ChunkEngineClient:
         return last
 
 
-def _check_transfer_params(given: Any) -> None:
+def _check_transfer_params(value: Any) -> None:
     """Check a client's `kv_transfer_params`.
 
     Raises:
         VLLMValidationError: the value is no object, or has the connector's key.
     """
-    if given is None:
+    if value is None:
         return
-    if not isinstance(given, dict):
-        text = f"kv_transfer_params must be an object, got {type(given).__name__}"
+    if not isinstance(value, dict):
+        text = f"kv_transfer_params must be an object, got {type(value).__name__}"
         raise VLLMValidationError(text, parameter="kv_transfer_params")
-    if PARAMS_KEY in given:
+    if PARAMS_KEY in value:
         text = f"kv_transfer_params[{PARAMS_KEY!r}] is set by the server; send documents, chunks or separator text instead"
         raise VLLMValidationError(text, parameter="kv_transfer_params")
 

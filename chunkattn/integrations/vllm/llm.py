@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from numbers import Integral
@@ -15,19 +15,20 @@ from vllm.exceptions import VLLMValidationError
 from vllm.outputs import RequestOutput as EngineOutput
 from vllm.sampling_params import RequestOutputKind
 
+from chunkattn.calls.job import drive
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.focus import FocusLike
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
-from chunkattn.integrations.vllm.composer import Answer, Composer, HeldKeys, PromptTask, Submission
-from chunkattn.integrations.vllm.focus import FocusReads
+from chunkattn.integrations.vllm.composer import AnsweredTask, Flow, HeldKeys, PromptTask, Submission, answer, save
+from chunkattn.integrations.vllm.focus_reads import choose_documents
 from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan, adapter_key
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
-from chunkattn.parsers import ChunkedPrompt, DocumentPrompt, ParsedPrompt
-from chunkattn.parsers.arguments import as_list, chat_options, check_salt, one_each
+from chunkattn.parsers import ChunkedPrompt, ParsedPrompt
+from chunkattn.parsers.arguments import chat_options, check_salt, list_chats, one_each
 from chunkattn.parsers.chat_template import load_chat_template
 from chunkattn.parsers.choice import longest
-from chunkattn.parsers.prompt import Documents, Prefix, Prompt
+from chunkattn.parsers.prompt import Documents, Prefix, Prompt, list_prompts
 
 Params: TypeAlias = "SamplingParams | vllm.SamplingParams"
 """Sampling parameters of either package."""
@@ -116,9 +117,7 @@ class ChunkLLM:
                 runs.
             CapacityError: a prompt is too long, or its documents do not fit the store.
         """
-        if isinstance(prompts, (str, ChunkedPrompt, DocumentPrompt, Mapping)):
-            prompts = [prompts]
-        parsed = [self.parser.parse(prompt, chunk_aware, focus) for prompt in as_list(prompts, "prompts")]
+        parsed = [self.parser.parse(prompt, chunk_aware, focus) for prompt in list_prompts(prompts)]
         return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def chat(
@@ -160,12 +159,10 @@ class ChunkLLM:
                 `generate`.
             CapacityError: as `generate`.
         """
-        listed = as_list(messages, "messages")
-        conversations = listed if listed and isinstance(listed[0], (list, tuple)) else [listed]
         options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
         if chat_template is not None:
             options["chat_template"] = load_chat_template(chat_template)
-        parsed = [self.parser.parse_chat(m, documents, focus, **options) for m in conversations]
+        parsed = [self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages)]
         return self._answer(parsed, sampling_params, cache_salt, priority, use_tqdm, lora_request)
 
     def precompute(
@@ -215,7 +212,7 @@ class ChunkLLM:
                 whole = error.part == "the prompt"
                 part = f"a prompt with document {number}" if whole else f"document {number}"
                 raise type(error)(error.message, param="documents", part=part) from None
-        self._run(lambda composer: composer.save(plans, lora_request), use_tqdm)
+        self._run(save(plans, self._held, lora_request), use_tqdm)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all K/V, in vLLM's prefix cache and in the store.
@@ -232,15 +229,15 @@ class ChunkLLM:
         with self._lock:
             self.llm.llm_engine.engine_core.shutdown()
 
-    def _run(self, call: Callable[[Composer], T], use_tqdm: bool) -> T:
-        """Run a call of the composer alone.
+    def _run(self, flow: Flow[T], use_tqdm: bool) -> T:
+        """Run a flow alone.
 
         Raises:
             RequestError: vLLM refuses a request.
         """
         with self._lock:
             try:
-                return call(Composer(partial(self._send, use_tqdm=use_tqdm), self._held))
+                return drive(flow, partial(self._send, use_tqdm=use_tqdm))
             except VLLMValidationError as error:
                 raise _refused(error) from error
 
@@ -258,9 +255,9 @@ class ChunkLLM:
         lora_request: Any,
     ) -> list[RequestOutput]:
         count, salt = len(prompts), check_salt(cache_salt)
-        given = SamplingParams() if params is None else params
-        kind = vllm.SamplingParams if _is_vllm(given) else SamplingParams
-        listed = [_engine_params(p) for p in one_each(given, kind, count, "sampling_params")]
+        chosen = SamplingParams() if params is None else params
+        kind = vllm.SamplingParams if _is_vllm(chosen) else SamplingParams
+        listed = [_engine_params(p) for p in one_each(chosen, kind, count, "sampling_params")]
         adapter, ranks = adapter_key(lora_request), one_each(priority, Integral, count, "priority")
 
         def plan(prompt: ParsedPrompt) -> PromptPlan:
@@ -270,11 +267,15 @@ class ChunkLLM:
             composed = plan(longest(prompt, self.options.gap)).composed
             if composed.kv_transfer_params is not None and (name := refused_param(param)):
                 raise RequestError(f"{name} of a prompt with chunks is not offered in vLLM; use chunkattn.LLM", param=name)
-        reads = FocusReads(prompts, self.options, self.llm.model_config.logprobs_mode, plan, ranks, lora_request)
-        prompts = reads.choose(self._run(lambda composer: composer.run(reads.tasks), use_tqdm) if reads.tasks else [])
-        tasks = [PromptTask(plan(p), param, rank, lora_request) for p, param, rank in zip(prompts, listed, ranks, strict=True)]
-        answers = self._run(lambda composer: composer.run(tasks), use_tqdm)
-        return [_output(prompt, answer) for prompt, answer in zip(prompts, answers, strict=True)]
+
+        def flow() -> Flow[list[RequestOutput]]:
+            mode, held = self.llm.model_config.logprobs_mode, self._held
+            shown = yield from choose_documents(prompts, self.options, mode, plan, ranks, held, lora_request)
+            planned = zip(shown, listed, ranks, strict=True)
+            answers = yield from answer([PromptTask(plan(p), param, rank, lora_request) for p, param, rank in planned], held)
+            return [_output(prompt, answered) for prompt, answered in zip(shown, answers, strict=True)]
+
+        return self._run(flow(), use_tqdm)
 
     def _send(self, submissions: Sequence[Submission], use_tqdm: bool) -> list[EngineOutput]:
         """Run requests in vLLM, in order of submission."""
@@ -301,8 +302,8 @@ def submission_params(submission: Submission) -> vllm.SamplingParams:
         params.output_kind = RequestOutputKind.FINAL_ONLY
     else:
         params = submission.params.clone()
-    if (own := submission.request.kv_transfer_params) is not None:
-        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": own}
+    if (transfer := submission.request.kv_transfer_params) is not None:
+        params.extra_args = {**(params.extra_args or {}), "kv_transfer_params": transfer}
     return params
 
 
@@ -318,9 +319,9 @@ def _check_vllm_options(options: Mapping[str, Any]) -> None:
             "with ChunkConnector and send the requests of plan_prompt"
         )
     check_parallel(options.get("data_parallel_size"))
-    own = {f.name for f in fields(EngineConfig)}
+    names = {f.name for f in fields(EngineConfig)}
     known = {f.name for f in fields(vllm.EngineArgs)}
-    if unknown := sorted((set(options) & own) - known):
+    if unknown := sorted((set(options) & names) - known):
         raise ConfigError(f"option {unknown[0]!r} of chunkattn.LLM does not exist in vLLM")
 
 
@@ -332,13 +333,13 @@ def _engine_params(params: Params) -> vllm.SamplingParams:
     """Return sampling parameters in vLLM's form."""
     if isinstance(params, vllm.SamplingParams):
         return params
-    given = {f.name: getattr(params, f.name) for f in fields(params)}
-    given["stop"], given["stop_token_ids"] = list(params.stop), list(params.stop_token_ids)
-    given["logit_bias"] = dict(params.logit_bias) or None
-    if not given["skip_reading_prefix_cache"]:
-        del given["skip_reading_prefix_cache"]  # vLLM then chooses, by prompt_logprobs
+    values = {f.name: getattr(params, f.name) for f in fields(params)}
+    values["stop"], values["stop_token_ids"] = list(params.stop), list(params.stop_token_ids)
+    values["logit_bias"] = dict(params.logit_bias) or None
+    if not values["skip_reading_prefix_cache"]:
+        del values["skip_reading_prefix_cache"]  # vLLM then chooses, by prompt_logprobs
     try:
-        return vllm.SamplingParams(**given)
+        return vllm.SamplingParams(**values)
     except VLLMValidationError as error:
         raise _refused(error) from error
 
@@ -348,13 +349,13 @@ def _refused(error: VLLMValidationError) -> RequestError:
     return RequestError(str(error.args[0]), param=error.parameter)
 
 
-def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
+def _output(prompt: ParsedPrompt, answer: AnsweredTask) -> RequestOutput:
     """Return an answer in the caller's order of chunks."""
-    found, costs = answer
-    cached, by_chunk = costs.cached(found, parts_of(prompt))
-    listed = found.prompt_logprobs
+    output, costs = answer
+    cached, by_chunk = costs.cached(output, parts_of(prompt))
+    listed = output.prompt_logprobs
     return RequestOutput(
-        request_id=found.request_id,
+        request_id=output.request_id,
         prompt=prompt.text,
         prompt_token_ids=prompt.layout.token_ids.tolist(),
         outputs=[
@@ -367,7 +368,7 @@ def _output(prompt: ParsedPrompt, answer: Answer) -> RequestOutput:
                 finish_reason=o.finish_reason,
                 stop_reason=o.stop_reason,
             )
-            for o in found.outputs
+            for o in output.outputs
         ],
         prompt_logprobs=None if listed is None else [None if entry is None else _logprobs(entry) for entry in listed],
         chunk_lens=prompt.layout.chunk_lens,

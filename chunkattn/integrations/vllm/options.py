@@ -36,8 +36,8 @@ class ConnectorOptions:
         names = {field.name for field in fields(cls)}
         if unknown := sorted(config.keys() - names - CLIENT_OPTIONS):
             raise ValueError(f"unknown kv_connector_extra_config {unknown}; choose of {sorted(names | CLIENT_OPTIONS)}")
-        own = {name: value for name, value in config.items() if name in names}
-        for name, value in own.items():
+        values = {name: value for name, value in config.items() if name in names}
+        for name, value in values.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"{name} must be an integer of at least 0, got {value!r}")
-        return cls(**own)
+        return cls(**values)

@@ -129,9 +129,9 @@ class ChunkRenderer:
         if not request.add_special_tokens:
             raise VLLMValidationError("add_special_tokens false is not offered with chunks", parameter="add_special_tokens")
         inputs, salt = [], _salt(request)
-        for prompt, given in zip(parsed, prompts, strict=True):
+        for prompt, sent in zip(parsed, prompts, strict=True):
             if chunks is None and prompt.layout.is_plain:
-                alone = given if isinstance(given, str) else given["prompt_token_ids"]  # type: ignore[index]
+                alone = sent if isinstance(sent, str) else sent["prompt_token_ids"]  # type: ignore[index]
                 result = await self._renderer.render_completion(request.model_copy(update={"prompt": alone}), **options)
                 if not isinstance(result, list):
                     return result
@@ -176,9 +176,9 @@ def _chunks(chunks: Any) -> DocumentPrompt:
 
 def _reason(error: ValidationError, name: str) -> str:
     """Return the error of a field. A union reports an error for every form; the deepest are about the form that was sent."""
-    found = error.errors()
-    depth = max(len(one["loc"]) for one in found)
-    deepest = [one for one in found if len(one["loc"]) == depth]
+    details = error.errors()
+    depth = max(len(one["loc"]) for one in details)
+    deepest = [one for one in details if len(one["loc"]) == depth]
     place = [str(part) for part in deepest[0]["loc"] if isinstance(part, int) or part in _NAMES]
     reasons = dict.fromkeys(one["msg"].removeprefix("Value error, ") for one in deepest)
     return f"{'.'.join([name, *place])}: {' or '.join(reasons)}"

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from chunkattn.integrations.vllm.jobs import Job, RequestRefused, Segment, parse_job
 from chunkattn.integrations.vllm.metrics import ConnectorStats
 from chunkattn.integrations.vllm.options import ConnectorOptions
 from chunkattn.integrations.vllm.requests import PARAMS_KEY, adapter_key
 from chunkattn.integrations.vllm.step import Load, Save, StepWork
 from chunkattn.integrations.vllm.store_index import StoreIndex
+from chunkattn.integrations.vllm.transfers import RequestRefused, StoredSegment, Transfer, parse_transfer
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -26,7 +26,7 @@ logger = init_logger(__name__)
 
 
 class SchedulerSide:
-    """State of all requests with a job, and the index of the store.
+    """State of all requests with a transfer, and the index of the store.
 
     vLLM calls these methods in the engine core. An exception there ends the engine for all clients, so a bad request is marked
     as refused instead. A refused request claims an asynchronous load, so vLLM neither computes it nor keeps its blocks in the
@@ -49,9 +49,9 @@ class SchedulerSide:
         self._bytes_per_token = bytes_per_token
         self._get_block_ids = get_block_ids
         self._secret = secrets.token_bytes(32)
-        self._jobs: dict[str, Job] = {}
+        self._transfers: dict[str, Transfer] = {}
         self._refused: set[str] = set()
-        self._unsaved: dict[str, Job] = {}
+        self._unsaved: dict[str, Transfer] = {}
         self._producers: Counter[str] = Counter()
         self._loads: list[Load] = []
         self._failed_loads: list[str] = []
@@ -60,22 +60,22 @@ class SchedulerSide:
     def add(self, request: Request) -> None:
         """Read a new request's parameters, and give it the block hashes of its K/V."""
         try:
-            job = self._parse(request)
+            transfer = self._parse(request)
         except RequestRefused as refusal:
             self._refuse(request, refusal)
             return
-        if job is None:
+        if transfer is None:
             return
-        self._jobs[request.request_id] = job
-        if job.saves:
-            self._unsaved[request.request_id] = job
-            self._producers.update(segment.key for segment in job.saves)
-        if job.layout is not None:
+        self._transfers[request.request_id] = transfer
+        if transfer.saves:
+            self._unsaved[request.request_id] = transfer
+            self._producers.update(segment.key for segment in transfer.saves)
+        if transfer.layout is not None:
             # vLLM would drop the answer of `match` under this flag, and compute the prompt as a plain one.
             request.skip_reading_prefix_cache = False
             # The cache keeps no log-probabilities: no request finds the blocks of a question that is read.
-            own = (secrets.token_hex(16),) if job.reads else ()
-            self._salt_block_hashes(request, request.cache_salt, *job.layout, *own)
+            nonce = (secrets.token_hex(16),) if transfer.reads else ()
+            self._salt_block_hashes(request, request.cache_salt, *transfer.layout, *nonce)
 
     def match(self, request: Request, num_computed: int) -> tuple[int | None, bool]:
         """Return the tokens to load beyond the first `num_computed`, and whether the load is asynchronous.
@@ -85,34 +85,34 @@ class SchedulerSide:
         request_id = request.request_id
         if request_id in self._refused:
             return self._false_claim(request, num_computed), True
-        job = self._jobs.get(request_id)
-        if job is None or num_computed >= job.load_end:
+        transfer = self._transfers.get(request_id)
+        if transfer is None or num_computed >= transfer.load_end:
             return 0, False
-        missing = {segment.key for segment in job.segments_after(num_computed) if segment.key not in self.index}
+        missing = {segment.key for segment in transfer.segments_after(num_computed) if segment.key not in self.index}
         if any(self._producers[key] for key in missing):
             self.stats.count("waits")
             return None, False
         if missing:
             self._refuse(request, RequestRefused("missing", "the store does not hold all segments: save them again"))
             return self._false_claim(request, num_computed), True
-        return job.load_end - num_computed, False
+        return transfer.load_end - num_computed, False
 
     def allocated(self, request: Request, block_ids: list[int], num_external: int) -> None:
         """Plan the load of a request that got its blocks."""
         request_id = request.request_id
-        for segment in reversed(self._jobs.get(request_id, Job()).loads):
+        for segment in reversed(self._transfers.get(request_id, Transfer()).loads):
             self.index.touch(segment.key)  # The prefix comes last: it serves the most requests.
         if num_external <= 0:
             return
         if request_id in self._refused:
             self._failed_loads.append(request_id)
-        elif job := self._jobs.get(request_id):
-            start, end = job.load_end - num_external, job.load_end
-            segments = tuple(job.segments_after(start))
+        elif transfer := self._transfers.get(request_id):
+            start, end = transfer.load_end - num_external, transfer.load_end
+            segments = tuple(transfer.segments_after(start))
             self._loads.append(Load(block_ids[: -(-end // self._block_size)], start, end, segments))
             self.stats.count("loads")
             self.stats.count("loaded_segments", len(segments))
-            self.stats.count("hit_segments", sum(segment.key not in job.computed for segment in segments))
+            self.stats.count("hit_segments", sum(segment.key not in transfer.computed for segment in segments))
             self.stats.count("loaded_bytes", num_external * self._bytes_per_token)
 
     def build_step(self, output: SchedulerOutput) -> StepWork:
@@ -138,7 +138,7 @@ class SchedulerSide:
 
     def finish(self, request_id: str) -> None:
         """Forget a request that ended or was aborted."""
-        self._jobs.pop(request_id, None)
+        self._transfers.pop(request_id, None)
         self._refused.discard(request_id)
         self._end_production(request_id)
 
@@ -157,7 +157,7 @@ class SchedulerSide:
         taken.gauge("stored_bytes", self.index.num_bytes)
         return taken
 
-    def _parse(self, request: Request) -> Job | None:
+    def _parse(self, request: Request) -> Transfer | None:
         params = request.kv_transfer_params
         if not isinstance(params, dict) or PARAMS_KEY not in params:
             return None
@@ -170,18 +170,18 @@ class SchedulerSide:
         if sampling is None or request.resumable:
             raise RequestRefused("unsupported", "pooling and resumable requests cannot be chunked prompts")
         adapter = adapter_key(request.lora_request)
-        job = parse_job(params[PARAMS_KEY], token_ids, gap=self._gap, cache_salt=request.cache_salt, adapter=adapter)
+        transfer = parse_transfer(params[PARAMS_KEY], token_ids, gap=self._gap, cache_salt=request.cache_salt, adapter=adapter)
         asked = sampling.prompt_logprobs is not None or sampling.prompt_logprob_token_ids is not None
-        if job.loads and asked and not job.reads:
+        if transfer.loads and asked and not transfer.reads:
             raise RequestRefused("unsupported", "a loaded prompt has no prompt_logprobs")
-        return job
+        return transfer
 
     def _refuse(self, request: Request, refusal: RequestRefused) -> None:
         request_id = request.request_id
         logger.warning("Refused request %s: %s", request_id, refusal)
         self.stats.count(f"refused_{refusal.reason}")
         self._end_production(request_id)
-        self._jobs.pop(request_id, None)
+        self._transfers.pop(request_id, None)
         self._refused.add(request_id)
         # vLLM would drop the claim of `match` under this flag, and compute the prompt.
         request.skip_reading_prefix_cache = False
@@ -213,10 +213,10 @@ class SchedulerSide:
             num_blocks = -(-added[-1].end // self._block_size)
             work.saves.append(Save(self._get_block_ids(request_id)[:num_blocks], tuple(added)))
 
-    def _end_production(self, request_id: str) -> tuple[Segment, ...]:
-        job = self._unsaved.pop(request_id, None)
-        if job is None:
+    def _end_production(self, request_id: str) -> tuple[StoredSegment, ...]:
+        transfer = self._unsaved.pop(request_id, None)
+        if transfer is None:
             return ()
-        self._producers.subtract(segment.key for segment in job.saves)
+        self._producers.subtract(segment.key for segment in transfer.saves)
         self._producers += Counter()  # drops zeros
-        return job.saves
+        return transfer.saves

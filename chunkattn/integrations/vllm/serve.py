@@ -47,18 +47,18 @@ def server_arguments(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: an option is invalid, or is set by this program.
     """
-    given, rest = chunk_arguments().parse_known_args(list(arguments))
+    chunk, rest = chunk_arguments().parse_known_args(list(arguments))
     names = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--config", "--model", "--revision"):
         names.add_argument(option)
-    found = names.parse_known_args(rest)[0]
-    config = _read_config(found.config)
+    named = names.parse_known_args(rest)[0]
+    config = _read_config(named.config)
     if any(word.lstrip("-").split("=")[0].replace("_", "-") == _OWN for word in [*rest, *config]):
         raise ConfigError(f"--{_OWN} is set by this program; give --max-store-bytes and --chunk-position-gap instead")
     first = rest[0] if rest and not rest[0].startswith("-") else None
-    if (model := first or found.model or config.get("model")) is None:
+    if (model := first or named.model or config.get("model")) is None:
         raise ConfigError("no model is given: name it first, or in the file of --config")
-    _, transfer, _ = take_options(model, {**vars(given), "revision": found.revision or config.get("revision")})
+    _, transfer, _ = take_options(model, {**vars(chunk), "revision": named.revision or config.get("revision")})
     return [*rest, f"--{_OWN}", json.dumps(transfer)]
 
 
@@ -71,12 +71,12 @@ def _read_config(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"--config {path} cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(values, dict):
         raise ConfigError(f"--config {path} must hold options and their values")
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in values.items()}
 
 
 def plugins(current: str | None) -> str:

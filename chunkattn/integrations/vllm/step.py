@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from chunkattn.integrations.vllm.jobs import Segment
+from chunkattn.integrations.vllm.transfers import StoredSegment
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Load:
     block_ids: list[int]
     start: int
     end: int
-    segments: tuple[Segment, ...]
+    segments: tuple[StoredSegment, ...]
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Save:
     """
 
     block_ids: list[int]
-    segments: tuple[Segment, ...]
+    segments: tuple[StoredSegment, ...]
 
 
 @dataclass

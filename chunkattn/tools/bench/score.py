@@ -20,10 +20,11 @@ import numpy as np
 
 from chunkattn.calls.algorithms import ALGORITHMS, refusals
 from chunkattn.calls.frontend import Frontend
+from chunkattn.calls.job import Ask, LookUp, answer, drive
 from chunkattn.calls.score import ScoreCall
-from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, PrecomputeResult, ScoreRequest, ScoreResult
+from chunkattn.engine.messages import GenerateRequest, Message, ScoreRequest
 from chunkattn.engine.runner import Runner
-from chunkattn.errors import EngineError, RequestError
+from chunkattn.errors import RequestError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.outputs import ScoreOutput
 from chunkattn.tools.bench.geometry import make_core, spec_of
@@ -150,7 +151,7 @@ class ScoreBench:
         """Return the random items of a workload."""
         return [self.ids(workload.item_len) for _ in range(workload.items)]
 
-    def call(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> ScoreCall[ScoreOutput]:
+    def call(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> ScoreCall:
         """Return the call of one query, with its algorithm chosen.
 
         Args:
@@ -159,7 +160,7 @@ class ScoreBench:
             algorithm: name of the algorithm, or `"auto"`.
         """
         labels = [self.labels] * len(items)
-        call = ScoreCall[ScoreOutput](self.frontend, query, items, labels, algorithm=algorithm)
+        call = ScoreCall(self.frontend, query, items, labels, algorithm=algorithm)
         call.plan({})
         return call
 
@@ -190,16 +191,13 @@ class ScoreBench:
         before = resident_bytes()
         self.frontend.scores.results.clear()  # the same items again are work again
         began = time.perf_counter()
-        call, requests = self.call(query, items, algorithm), []
-        for stage in call.stages():
-            requests += stage
-            for request in stage:
-                self.core.add(request, checked=True)
-            while self.core.has_work:
-                for event in self.core.step():
-                    if not isinstance(event, (ScoreResult, PrecomputeResult)):
-                        raise EngineError(f"the request failed: {event}")
-                    call.take(event)
+        call, requests = self.call(query, items, algorithm), list[Message]()
+
+        def ask(question: Ask | LookUp) -> list[Any]:
+            requests.extend(question.requests)
+            return answer(self.core, question)
+
+        drive(call.flow(), ask)
         output = call.result()
         seconds, peak = time.perf_counter() - began, peak_bytes()
         return Run(
@@ -213,7 +211,7 @@ class ScoreBench:
         )
 
 
-def needed_flops(runner: Runner, requests: Sequence[GenerateRequest | PrecomputeRequest | ScoreRequest], cached: int) -> float:
+def needed_flops(runner: Runner, requests: Sequence[Message], cached: int) -> float:
     """Return the floating-point operations that requests need, without padding or repeated work.
 
     Args:

@@ -1,4 +1,4 @@
-"""Jobs: the server's reading of a request's `kv_transfer_params`.
+"""Transfers: the server's reading of a request's `kv_transfer_params`.
 
 A client of vLLM's HTTP server can send any JSON here, so every field is checked before it is used.
 """
@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 
 from chunkattn.integrations.vllm.requests import PARAMS_KEY, POSITIONS, Positions, effective_gap, segment_keys
 
-__all__ = ["Job", "RequestRefused", "Segment", "parse_job"]
+__all__ = ["RequestRefused", "StoredSegment", "Transfer", "parse_transfer"]
 
 
 class RequestRefused(Exception):
@@ -28,7 +28,7 @@ class RequestRefused(Exception):
 
 
 @dataclass(frozen=True)
-class Segment:
+class StoredSegment:
     """Prefix or chunk of one request, as it is stored.
 
     Attributes:
@@ -47,7 +47,7 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Job:
+class Transfer:
     """Loads and saves of one request.
 
     Attributes:
@@ -58,8 +58,8 @@ class Job:
         reads: whether the log-probabilities of the question are read, so that all of it must be computed.
     """
 
-    loads: tuple[Segment, ...] = ()
-    saves: tuple[Segment, ...] = ()
+    loads: tuple[StoredSegment, ...] = ()
+    saves: tuple[StoredSegment, ...] = ()
     layout: tuple[Any, ...] | None = None
     computed: frozenset[str] = frozenset()
     reads: bool = False
@@ -74,13 +74,15 @@ class Job:
         """Return the number of leading tokens that must be computed before the save."""
         return self.saves[-1].end if self.saves else 0
 
-    def segments_after(self, start: int) -> list[Segment]:
+    def segments_after(self, start: int) -> list[StoredSegment]:
         """Return the segments that a load from token `start` on needs."""
         return [segment for segment in self.loads if segment.end > start]
 
 
-def parse_job(fields: object, token_ids: Sequence[int], *, gap: int, cache_salt: str | None, adapter: str | None) -> Job:
-    """Return the job of a request.
+def parse_transfer(
+    fields: object, token_ids: Sequence[int], *, gap: int, cache_salt: str | None, adapter: str | None
+) -> Transfer:
+    """Return the transfer of a request.
 
     Args:
         fields: `kv_transfer_params[PARAMS_KEY]` of the request, as the client sent it.
@@ -101,37 +103,43 @@ def parse_job(fields: object, token_ids: Sequence[int], *, gap: int, cache_salt:
     computed, reads = fields.get("computed", []), fields.get("read", False)
     kind = fields.keys() - ({"positions", "computed", "read"} if "bounds" in fields else {"positions"})
     if kind == {"save"}:
-        return _save_job(fields["save"], token_ids, gap, cache_salt, adapter)
+        return _save_transfer(fields["save"], token_ids, gap, cache_salt, adapter)
     if kind == {"bounds"}:
-        job = _composed_job(fields["bounds"], positions, token_ids, gap, cache_salt, adapter)
-        if not isinstance(computed, list) or len(computed) > len(job.loads) or not all(isinstance(k, str) for k in computed):
-            raise _malformed(f"computed must be a list of at most {len(job.loads)} keys")
+        transfer = _composed_transfer(fields["bounds"], positions, token_ids, gap, cache_salt, adapter)
+        if (
+            not isinstance(computed, list)
+            or len(computed) > len(transfer.loads)
+            or not all(isinstance(k, str) for k in computed)
+        ):
+            raise _malformed(f"computed must be a list of at most {len(transfer.loads)} keys")
         if not isinstance(reads, bool):
             raise _malformed("read must be true or false")
-        return replace(job, computed=frozenset(computed), reads=reads)
+        return replace(transfer, computed=frozenset(computed), reads=reads)
     raise _malformed("must hold positions and either save or bounds")
 
 
-def _save_job(prefix_len: object, token_ids: Sequence[int], gap: int, cache_salt: str | None, adapter: str | None) -> Job:
+def _save_transfer(
+    prefix_len: object, token_ids: Sequence[int], gap: int, cache_salt: str | None, adapter: str | None
+) -> Transfer:
     total = len(token_ids)
     if not _is_index(prefix_len, total):
         raise _malformed(f"save must be a number of tokens from 0 to {total}")
     prefix, chunk = token_ids[:prefix_len], token_ids[prefix_len:]
     prefix_key, (key,) = segment_keys(prefix, [chunk], gap=gap, cache_salt=cache_salt, adapter=adapter)
-    prefixes = [Segment(prefix_key, 0, prefix_len, 0)] if prefix else []
+    prefixes = [StoredSegment(prefix_key, 0, prefix_len, 0)] if prefix else []
     if not chunk:
-        return Job(saves=tuple(prefixes))
-    chunks = [Segment(key, prefix_len, total, prefix_len)]
+        return Transfer(saves=tuple(prefixes))
+    chunks = [StoredSegment(key, prefix_len, total, prefix_len)]
     if not prefix or not gap:
-        return Job(saves=(*prefixes, *chunks))
+        return Transfer(saves=(*prefixes, *chunks))
     # The chunk's tokens keep their indices as positions, so the gap moves the prefix back.
-    moved = Segment(prefix_key, 0, prefix_len, 0, -gap)
-    return Job(loads=(moved,), saves=tuple(chunks), layout=("save", prefix_len, gap))
+    moved = StoredSegment(prefix_key, 0, prefix_len, 0, -gap)
+    return Transfer(loads=(moved,), saves=tuple(chunks), layout=("save", prefix_len, gap))
 
 
-def _composed_job(
+def _composed_transfer(
     bounds: object, positions: Positions, token_ids: Sequence[int], gap: int, cache_salt: str | None, adapter: str | None
-) -> Job:
+) -> Transfer:
     if not isinstance(bounds, list) or not bounds or len(bounds) > len(token_ids):
         raise _malformed(f"bounds must be a list of 1 to {len(token_ids)} numbers")
     if not all(_is_index(bound, len(token_ids) - 1) for bound in bounds) or any(a >= b for a, b in pairwise(bounds)):
@@ -149,9 +157,9 @@ def _composed_job(
         # The question's positions are its indices, so all keys move up by the positions that side-by-side chunks leave unused.
         unused = total - prefix_len - max((end - start for start, end in spans), default=0)
         prefix_shift, shifts = unused - gap, [unused] * len(spans)
-    loads = [Segment(prefix_key, 0, prefix_len, 0, prefix_shift)] if prefix_len else []
-    loads += [Segment(key, a, b, prefix_len, shift) for key, (a, b), shift in zip(keys, spans, shifts)]
-    return Job(loads=tuple(loads), layout=("composed", positions, gap, *bounds))
+    loads = [StoredSegment(prefix_key, 0, prefix_len, 0, prefix_shift)] if prefix_len else []
+    loads += [StoredSegment(key, a, b, prefix_len, shift) for key, (a, b), shift in zip(keys, spans, shifts)]
+    return Transfer(loads=tuple(loads), layout=("composed", positions, gap, *bounds))
 
 
 def _is_index(value: object, most: int) -> TypeGuard[int]:
