@@ -248,16 +248,16 @@ def _imported(path: str) -> Any:
 
 
 def _names_table() -> str:
-    """Names of the page `reference/python.md` that need no vLLM, and the errors."""
+    """Names of the page `reference/python.md` that need no vLLM, and the errors, by source file."""
     page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
-    rows = [("name", "purpose", "source")]
+    names: dict[str, list[str]] = {}
     for path in re.findall(r"^::: (?!chunkattn\.integrations)(\S+)$", page, flags=re.MULTILINE):
         thing = _imported(path)
         members = [thing] if callable(thing) else [v for v in vars(thing).values() if inspect.getmodule(v) is thing]
         for member in members:
             source = Path(inspect.getsourcefile(member) or "").relative_to(ROOT)
-            rows.append((f"`{member.__name__}`", _first_line(member.__doc__), f"`{source}`"))
-    return _table(*rows)
+            names.setdefault(f"`{source}`", []).append(f"`{member.__name__}`")
+    return _table(("source", "names"), *((source, ", ".join(listed)) for source, listed in names.items()))
 
 
 def _metrics_table(of: str) -> str:
