@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -147,28 +148,61 @@ def _python_type(annotation: Any) -> str:
     return " or ".join(f"`{re.sub(r'[a-z_]+[.](?=[A-Z])', '', kind)}`" for kind in str(annotation).split(" | "))
 
 
-def _types(command: Any) -> dict[str, str]:
-    """Return the type of every parameter of a command. An absent parameter is None, which the type does not repeat."""
-    parameters = inspect.signature(command.callback, eval_str=True).parameters
-    return {name: _python_type(p.annotation).removesuffix(" or `None`") for name, p in parameters.items()}
-
-
 def _flags(parameter: Any) -> str:
     return ", ".join(f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts))
 
 
 def _command_table(name: str) -> str:
-    """Arguments and flags of one command."""
-    command, rows = commands()[name], [("argument or flag", "type", "default", "meaning")]
-    types, texts = _types(command), _option_texts()
+    """Arguments and flags of one command; flags that another place describes alike are listed below the table, with links."""
+    command, rows, listed = commands()[name], [("argument or flag", "default", "meaning")], _Listed()
     for parameter in command.params:
-        flags = f"`{parameter.name.upper()}`" if parameter.param_type_name == "argument" else _flags(parameter)
         default = "required" if parameter.required else _flag_default(parameter.default)
-        text = _sentence(texts.get(parameter.name))
-        if text.replace("`", "") != parameter.help:
-            text = parameter.help or ""
-        rows.append((flags, types[parameter.name], default, text))
-    return "\n\n".join([_first_line(command.help), _table(*rows) if len(rows) > 1 else "It takes no flags."])
+        if parameter.param_type_name == "argument":
+            rows.append((f"`{parameter.name.upper()}`", default, parameter.help or ""))
+        elif place := _option_place(parameter) or _earlier_place(name, parameter):
+            listed.add(place, _flags(parameter))
+        else:
+            rows.append((_flags(parameter), default, parameter.help or ""))
+    table = _table(*rows) if len(rows) > 1 else "" if listed else "It takes no flags."
+    return "\n\n".join(filter(None, (_first_line(command.help), table, str(listed))))
+
+
+class _Listed(dict[str, list[str]]):
+    """Names of flags or fields by the place that describes them."""
+
+    def add(self, place: str, names: str) -> None:
+        self.setdefault(place, []).append(names)
+
+    def __str__(self) -> str:
+        return "\n".join(f"- {place}: {', '.join(names)}" for place, names in self.items())
+
+
+def _option_place(parameter: Any) -> str:
+    """Return a link to the option that a flag sets, with the option's default and meaning."""
+    from chunkattn.config import EngineConfig
+    from chunkattn.gateway.options import GatewayOptions
+    from chunkattn.options import options_of
+    from chunkattn.web.options import ServerConfig
+
+    groups = {"[Gateway](options.md#gateway)": GatewayOptions, "[Server](options.md#server)": ServerConfig}
+    for place, cls in (groups | {"[Engine](options.md)": EngineConfig}).items():
+        if option := options_of(cls).get(parameter.name):
+            default = list(option.default) if option.kind is tuple else option.default
+            if (option.help, default) == (parameter.help, parameter.default):
+                return place
+    return ""
+
+
+def _earlier_place(name: str, parameter: Any) -> str:
+    """Return a link to the first command above `name` on the page that has the same flag."""
+    page = (ROOT / "docs" / "reference" / "cli.md").read_text(encoding="utf-8")
+    above = takewhile(lambda other: other != name, re.findall(r"^## chunkattn (.*)$", page, flags=re.MULTILINE))
+
+    def described(flag: Any) -> tuple[Any, ...]:
+        return flag.opts, flag.secondary_opts, flag.default, flag.help, flag.required, flag.multiple
+
+    first = next((other for other in above if described(parameter) in map(described, commands()[other].params)), "")
+    return first and f"As in [{first}](#chunkattn-{first.replace(' ', '-')})"
 
 
 def _option_texts() -> dict[str, str]:
@@ -214,16 +248,16 @@ def _imported(path: str) -> Any:
 
 
 def _names_table() -> str:
-    """Names of the page `reference/python.md` that need no vLLM, and the errors."""
+    """Names of the page `reference/python.md` that need no vLLM, and the errors, by source file."""
     page = (ROOT / "docs" / "reference" / "python.md").read_text(encoding="utf-8")
-    rows = [("name", "purpose", "source")]
+    names: dict[str, list[str]] = {}
     for path in re.findall(r"^::: (?!chunkattn\.integrations)(\S+)$", page, flags=re.MULTILINE):
         thing = _imported(path)
         members = [thing] if callable(thing) else [v for v in vars(thing).values() if inspect.getmodule(v) is thing]
         for member in members:
             source = Path(inspect.getsourcefile(member) or "").relative_to(ROOT)
-            rows.append((f"`{member.__name__}`", _first_line(member.__doc__), f"`{source}`"))
-    return _table(*rows)
+            names.setdefault(f"`{source}`", []).append(f"`{member.__name__}`")
+    return _table(("source", "names"), *((source, ", ".join(listed)) for source, listed in names.items()))
 
 
 def _metrics_table(of: str) -> str:
@@ -237,8 +271,10 @@ def _metrics_table(of: str) -> str:
 
 
 def _routes_table() -> str:
-    rows = ((f"`{method} {path}`", purpose) for method, path, purpose in routes())
-    return _table(("route", "purpose"), *rows)
+    paths: dict[str, list[str]] = {}
+    for method, path, purpose in routes():
+        paths.setdefault(purpose, []).append(f"`{method} {path}`")
+    return _table(("route", "purpose"), *((", ".join(listed), purpose) for purpose, listed in paths.items()))
 
 
 def _kind(schema: dict[str, Any]) -> str:
@@ -251,7 +287,7 @@ def _kind(schema: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_kind(s) for s in branches if s.get("type") != "null")) or "null"
     if schema.get("type") == "array":
         entry = _kind(schema.get("items", {}))
-        return f"list of ({entry})" if " or " in entry else f"list of {entry}"
+        return f"({entry})[]" if " or " in entry else f"{entry}[]"
     return str(schema.get("type", "any"))
 
 
@@ -267,8 +303,11 @@ _CALLS = {
 """Method of `LLM` that a body is for: its docstring describes the fields that the body does not."""
 
 
-def _body_table(name: str) -> str:
-    """Fields of one request body, described by the body, by the method of `LLM` it is for, or by the method's options."""
+def _body_fields(name: str) -> dict[str, tuple[str, str, str]]:
+    """Return kind, default and meaning of every field of a body that has an effect.
+
+    The meaning is that of the body, of the method of `LLM` that it is for, or of the method's options.
+    """
     from chunkattn.calls.decide import DecideOptions
     from chunkattn.calls.rerank import RerankOptions
     from chunkattn.calls.score_inputs import ScoreOptions
@@ -278,15 +317,41 @@ def _body_table(name: str) -> str:
     call = _CALLS.get(name, "generate")
     options = {"score": ScoreOptions, "rerank": RerankOptions, "decide": DecideOptions}.get(call, SamplingParams)
     texts = _described(getattr(LLM, call)) | _described(options)
-    schema = bodies()[name].model_json_schema()
-    rows = [("field", "type", "default", "meaning")]
+    schema, listed = bodies()[name].model_json_schema(), {}
     for field, about in schema["properties"].items():
-        if "accepted" in about:  # `_no_effect_table` has it
+        if "accepted" not in about:  # `_no_effect_table` has the others
+            default = "required" if field in schema.get("required", ()) else _json_default(about.get("default"))
+            text = _MEANINGS.get(f"{name}.{field}") or about.get("description") or _MEANINGS.get(field) or texts.get(field, "")
+            listed[field] = (_kind(about), default, _sentence(text))
+    return listed
+
+
+EVERY_BODY = ("model", "user")
+"""Fields of every body, which its table leaves out."""
+
+
+def _body_table(name: str) -> str:
+    """Fields of one request body; fields that another place describes alike are listed below the table, with links."""
+    from chunkattn.config import SamplingParams
+
+    sampling = {field: _sentence(text) for field, text in _described(SamplingParams).items()}
+    earlier = [other for other in takewhile(lambda other: other != name, bodies()) if other in _HEADINGS]
+    rows, listed = [("field", "type", "default", "meaning")], _Listed()
+    for field, described in _body_fields(name).items():
+        same = [other for other in earlier if _body_fields(other).get(field) == described]
+        if field in EVERY_BODY:
             continue
-        default = "required" if field in schema.get("required", ()) else _json_default(about.get("default"))
-        text = _MEANINGS.get(f"{name}.{field}") or about.get("description") or _MEANINGS.get(field) or texts.get(field, "")
-        rows.append((f"`{field}`", _kind(about), default, _sentence(text)))
-    return _table(*rows)
+        if described[2] == sampling.get(field) and name in ("CompletionBody", "ChatBody") and field != "max_tokens":
+            listed.add("[Sampling](options.md#sampling-parameters)", f"`{field}`")
+        elif same:
+            listed.add(f"As in [{_HEADINGS[same[0]]}](#{_HEADINGS[same[0]].lower()})", f"`{field}`")
+        else:
+            rows.append((f"`{field}`", *described))
+    return "\n\n".join(filter(None, (_table(*rows) if len(rows) > 1 else "", str(listed))))
+
+
+_HEADINGS = {"CompletionBody": "Completions", "ChatBody": "Chat", "ScoreBody": "Scores", "RerankBody": "Reranking"}
+"""Sections of the page about HTTP with the bodies whose fields other bodies share."""
 
 
 def _errors_table() -> str:
@@ -310,14 +375,16 @@ def _no_effect_table() -> str:
         "parts of a decision's input": InputText,
         "calls in a decision's input": FunctionCall,
     }
-    found: dict[tuple[str, str, str], list[str]] = {}
+    values: dict[tuple[str, str], list[str]] = {}
     for place, model in places.items():
         for name, field in model.model_fields.items():
             extra = field.json_schema_extra or {}
             if "accepted" in extra:
-                found.setdefault((name, extra["accepted"], extra["effect"]), []).append(place)
-    rows = ((f"`{name}`", ", ".join(where), accepted, reason) for (name, accepted, reason), where in found.items())
-    return _table(("field", "in", "accepted values", "why it has no effect"), *rows)
+                values.setdefault((name, extra["accepted"]), []).append(place)
+    names: dict[tuple[str, str], list[str]] = {}
+    for (name, accepted), where in values.items():
+        names.setdefault((", ".join(where), accepted), []).append(f"`{name}`")
+    return _table(("in", "accepted values", "fields"), *((*key, ", ".join(listed)) for key, listed in names.items()))
 
 
 _MEANINGS = {
@@ -325,7 +392,6 @@ _MEANINGS = {
     "stream_options": "`include_usage`, `continuous_usage_stats`; with `stream` alone.",
     "priority": "The lower goes first.",
     "algorithm": "Name of a scoring algorithm; by default the engine's `score_algorithm`.",
-    "include_stop_str_in_output": "Leave the stop string in the text.",
     "chat_template_kwargs": "Variables of the chat template.",
     "ChatBody.logprobs": "Whether log-probabilities are returned.",
     "ChatBody.top_logprobs": "Number of likeliest tokens at each step; needs `logprobs`.",

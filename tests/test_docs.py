@@ -352,12 +352,25 @@ def test_every_route_is_on_its_page():
 
 
 def test_every_body_and_field_is_on_its_page():
-    text = read("docs/reference/http.md")
-    for name in hooks.bodies():
-        assert f"<!-- table: body {name} -->" in text
-        rows = text.partition(f"<!-- table: body {name} -->\n")[2].partition(hooks._END)[0].splitlines()[3:]
-        assert len(rows) > 1
-        assert [row for row in rows if row.endswith("|  |")] == []
+    """A field has a row, or stands below the table beside the link to its description."""
+    page = read("docs/reference/http.md")
+    for name, body in hooks.bodies().items():
+        text = page.partition(f"<!-- table: body {name} -->\n")[2].partition(hooks._END)[0]
+        assert "|  |\n" not in text
+        rows = re.findall(r"^\| `(\w+)`", text, flags=re.MULTILINE)
+        named = re.findall(r"`(\w+)`", "".join(re.findall(r"^- .*", text, flags=re.MULTILINE)))
+        effective = {f for f, field in body.model_fields.items() if "accepted" not in (field.json_schema_extra or {})}
+        assert sorted([*rows, *named]) == sorted(effective - {*hooks.EVERY_BODY})
+    for field in hooks.EVERY_BODY:
+        assert f"`{field}`" in page
+
+
+def test_what_a_table_names_is_described_where_its_link_leads():
+    for name in ("cli", "http"):
+        titled = [section.split("\n", 1) for section in reference(name).split("\n## ")[1:]]
+        rows = {title.lower().replace(" ", "-"): re.findall(r"^\| (`[^|]*) \|", body, re.MULTILINE) for title, body in titled}
+        for anchor, names in re.findall(r"^- As in \[[^]]*\]\(#(.*?)\): (.*)$", reference(name), flags=re.MULTILINE):
+            assert [listed for listed in names.split(", ") if listed not in ", ".join(rows[anchor])] == []
 
 
 def test_every_public_name_is_on_its_page():
