@@ -405,6 +405,7 @@ def test_a_new_gateway_has_every_document_and_pins_it_again(llm, tmp_path):
             await until(lambda: set(replicas.pinned()) == set(TEXTS[3:]))
             assert await after.listed() == ["note-3", "note-4", "note-5"]
             body = {"documents": [{"id": "note-0"}]}
+            after.documents.note(ANA)
             assert after.documents.resolve("/v1/chat/completions", body, ANA)["documents"] == [TEXTS[0]]
             await until(lambda: set(replicas.pinned()) == set(TEXTS))  # its key is known from its first request on
         keyed = Cluster(llm, tmp_path / "documents", Apps(llm, ["a"]), authorization=b"Bearer gateway")
