@@ -6,11 +6,13 @@ import asyncio
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from chunkattn.fair_shares import FairShares
 from chunkattn.web.bodies import Bodies, Note
-from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.keys import Keys, Shares
 from chunkattn.web.options import ServerConfig
 
+_MOST_WAITING = 128
+"""Requests of one client that wait at once for room. Each has up to 128 KiB of its body in the connection's buffer."""
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 
@@ -64,7 +66,7 @@ class HttpState:
     def __init__(self, config: ServerConfig, places: int, max_items: int | None = None, note: Note | None = None) -> None:
         self.config, self.metrics, self.draining = config, HttpMetrics(), False
         self.keys = Keys(config.api_key, config.api_key_file, config.metrics_key)
-        self.shares = Shares(places, BodyShares(config.max_body_bytes_per_client))
+        self.shares = Shares(places, FairShares(config.max_body_bytes_per_client, most_waiting=_MOST_WAITING))
         self.bodies = Bodies(config, max_items, note)
 
     async def drain(self) -> None:

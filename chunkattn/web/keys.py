@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chunkattn.errors import ConfigError
-from chunkattn.web.body_shares import BodyShares
+from chunkattn.fair_shares import FairShares
 from chunkattn.web.errors import ApiError
 from chunkattn.web.key_file import read_key_file
 
@@ -219,7 +219,7 @@ class Shares:
     """
 
     most: int
-    bodies: BodyShares
+    bodies: FairShares
     held: Counter[str] = field(default_factory=Counter)
 
 
@@ -298,7 +298,7 @@ class Caller:
                 await bodies.take(self.owner, size)
         except TimeoutError:
             text = (
-                f"the request bodies of one client may hold {bodies.most} bytes at once (max_body_bytes_per_client); "
+                f"the request bodies of one client may hold {bodies.most_each} bytes at once (max_body_bytes_per_client); "
                 "send fewer large bodies at once, or try again"
             )
             headers = {"Retry-After": "1", "Connection": "close"}  # the rest of the body is left unread

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkattn.addresses import is_loopback
-from chunkattn.fair_threads import OWNER
+from chunkattn.fair_shares import OWNER
 from chunkattn.request_record import RECORD, RequestRecord
 from chunkattn.web.errors import ApiError, api_error, too_large
 from chunkattn.web.http_state import HttpState

@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, Scope
+from chunkattn.fair_shares import FairShares
 from chunkattn.gateway.document_ids import with_texts
 from chunkattn.gateway.document_places import remote_id
 from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError
 from chunkattn.server.app import create_app
-from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Caller, Keys, Shares
 from chunkattn.web.options import ServerConfig
@@ -475,7 +475,7 @@ def test_a_new_text_under_an_id_replaces_the_former_everywhere(llm):
 def test_the_application_answers_like_a_server(llm):
     async def main():
         async with Cluster(llm) as cluster:
-            caller = Caller(None, Shares(8, BodyShares(1 << 20)))
+            caller = Caller(None, Shares(8, FairShares(1 << 20)))
 
             async def app(scope, receive, send):
                 scope["state"] = {"caller": caller}

@@ -9,11 +9,10 @@ import tracemalloc
 import pytest
 
 from chunkattn.documents.records import DocumentRecord, Prefix, Scope
-from chunkattn.fair_threads import OWNER
+from chunkattn.fair_shares import OWNER, FairShares
 from chunkattn.gateway import relay
 from chunkattn.web import bodies
 from chunkattn.web.bodies import SMALL_BODY
-from chunkattn.web.fair_turns import FairTurns
 from chunkattn.web.options import ServerConfig
 from tests.gateway.rig import COMPLETE, Replica, ask, rig, run, until
 from tests.http_rig import listening
@@ -105,7 +104,7 @@ def test_one_client_holds_half_of_the_places():
     """Whatever waits at a replica for one client, the next one's turn comes with the next free place."""
 
     async def main():
-        turns, entered, go = FairTurns(4), [], asyncio.Event()
+        turns, entered, go = FairShares(2, 4), [], asyncio.Event()
 
         async def work(owner):
             OWNER.set(owner)
@@ -132,7 +131,7 @@ def test_one_client_holds_half_of_the_places():
         go.set()
         await asyncio.gather(*many, *tasks, return_exceptions=True)
         assert len(entered) == 12
-        assert not turns._held
+        assert not turns.held
         assert not turns._waiting
 
     asyncio.run(main())
