@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chunkattn.documents.records import DocumentRecords
-from chunkattn.gateway.document_places import ask
+from chunkattn.gateway.document_places import DOCUMENTS, FORGET, ask
 from chunkattn.gateway.documents import GatewayDocuments
-from chunkattn.gateway.forget import FORGET, forget
+from chunkattn.gateway.forget import forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import POLICIES
-from chunkattn.gateway.relay import CutError, Relay
+from chunkattn.gateway.relay import Relay
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
@@ -31,7 +31,6 @@ from chunkattn.web.middleware import METRICS_PATH, REPORT_PATH, Gate, route_path
 from chunkattn.web.options import ServerConfig
 from chunkattn.web.paths import OPEN_PATHS, RERANK_PATHS
 
-_DOCUMENTS_PATH = "/v1/cache/documents"
 _MOST_PLACES = 1 << 30
 _MEASURE_S, _TOKENIZE_S = 300.0, 5.0
 """Seconds after which bytes per token are measured again, and that a replica has to count tokens."""
@@ -42,7 +41,7 @@ _KNOWN = (
     "/score",
     "/generative_scoring",
     *RERANK_PATHS,
-    "/v1/cache/forget",
+    FORGET,
     "/v1/decisions",
     "/v1/systemone",
     "/v1/models",
@@ -141,47 +140,32 @@ class Gateway:
                 await send({"type": "websocket.close", "code": 1000})
             return
         path, method = route_path(scope), scope["method"]
-        label = _DOCUMENTS_PATH if path.startswith(_DOCUMENTS_PATH) else path
-        known = path in (*_KNOWN, *OPEN_PATHS, METRICS_PATH) or label == _DOCUMENTS_PATH
+        label = DOCUMENTS if path.startswith(DOCUMENTS) else path
+        known = label in (*_KNOWN, *OPEN_PATHS, METRICS_PATH, DOCUMENTS)
         scope["route"] = SimpleNamespace(path=label if known else "other")
-        own = dict.fromkeys(OPEN_PATHS, self._health) | {"/livez": _livez, METRICS_PATH: self._show_metrics}
-        try:
-            if (answer := own.get(path)) is not None:
-                if method not in ("GET", "HEAD") and (path, method) != ("/ping", "POST"):
-                    raise ApiError(405, f"{path} takes GET or HEAD, not {method}", code="method_not_allowed", Allow="GET, HEAD")
-                response: Response = await answer()
-                if method == "HEAD":
-                    response.body = b""
-                await response(scope, receive, send)
-                return
-            if self.state.draining:
-                raise ApiError(503, "the gateway is draining; try another one", code="server_draining", **{"Retry-After": "1"})
-            if path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
-                raise ApiError(404, f"the gateway has no route {path}", code="not_found")
-            if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
-                if not self._stores_documents:
-                    text = "several gateways store no documents by id; send their texts, or run one gateway"
-                    raise ApiError(400, text, code="unsupported_parameter")
-                await self.documents.app(scope, receive, send)
-                return
-            if path == FORGET and method == "POST":
-                config = self.state.config
-                response = await forget(
-                    scope,
-                    receive,
-                    self.replicas,
-                    self.policy,
-                    bodies=self.state.bodies,
-                    timeout_s=config.request_timeout_s,
-                    patience_s=self.options.replica_wait_s,
-                )
-                await response(scope, receive, send)
-                return
+        pages = dict.fromkeys(OPEN_PATHS, self._health) | {"/livez": _livez, METRICS_PATH: self._show_metrics}
+        if (page := pages.get(path)) is not None:
+            if method not in ("GET", "HEAD") and (path, method) != ("/ping", "POST"):
+                raise ApiError(405, f"{path} takes GET or HEAD, not {method}", code="method_not_allowed", Allow="GET, HEAD")
+            response: Response = await page()
+            if method == "HEAD":
+                response.body = b""
+            await response(scope, receive, send)
+        elif self.state.draining:
+            raise ApiError(503, "the gateway is draining; try another one", code="server_draining")
+        elif path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
+            raise ApiError(404, f"the gateway has no route {path}", code="not_found")
+        elif path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/"):
+            if not self._stores_documents:
+                text = "several gateways store no documents by id; send their texts, or run one gateway"
+                raise ApiError(400, text, code="unsupported_parameter")
+            await self.documents.app(scope, receive, send)
+        elif path == FORGET and method == "POST":
+            patience_s = self.options.replica_wait_s
+            response = await forget(scope, receive, self.replicas, self.policy, self.state, patience_s=patience_s)
+            await response(scope, receive, send)
+        else:
             await self._relay(scope, receive, send)
-        except ApiError as error:
-            if error.status == 499 or isinstance(error, CutError):
-                raise
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
     async def _health(self) -> Response:
         """Return 200 if a replica takes requests, with the state of each."""

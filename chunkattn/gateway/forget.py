@@ -15,8 +15,9 @@ from chunkattn.gateway.relay import outgoing_headers
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import is_passing, retried
 from chunkattn.schema.piece_keys import keys_of
-from chunkattn.web.bodies import Bodies, UnreadableError
+from chunkattn.web.bodies import UnreadableError
 from chunkattn.web.errors import ApiError
+from chunkattn.web.http_state import HttpState
 from chunkattn.web.time_limit import TimeLimitError, time_limit
 
 
@@ -25,9 +26,8 @@ async def forget(
     receive: Receive,
     replicas: Replicas,
     policy: Policy,
+    state: HttpState,
     *,
-    bodies: Bodies,
-    timeout_s: float,
     patience_s: float,
 ) -> Response:
     """Send a request to all replicas, and return the answer of the first one.
@@ -37,18 +37,17 @@ async def forget(
         receive: ASGI channel of its body.
         replicas: connection to the replicas.
         policy: policy whose record drops the documents.
-        bodies: reader of the body.
-        timeout_s: time limit of all replicas together in seconds.
+        state: reader of the body, and the time limit of all replicas together.
         patience_s: time in seconds for which a replica that starts or stops is asked again. One that leaves has forgotten.
 
     Raises:
         ApiError: a replica has refused the request, the client has left, or 503 with the names of the replicas that cannot be
             reached or have not answered in time.
     """
-    body, keys = await bodies.receive(scope, receive), list[int]()
+    body, keys, timeout_s = await state.bodies.receive(scope, receive), list[int](), state.config.request_timeout_s
     authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
     with suppress(UnreadableError):  # the replicas answer
-        keys = await bodies.decode(scope, body, lambda value: _document_keys(value, authorization))
+        keys = await state.bodies.decode(scope, body, lambda value: _document_keys(value, authorization))
     request = Outgoing(scope["method"], FORGET, scope.get("query_string", b""), outgoing_headers(scope), body)
 
     async def known() -> list[str]:
@@ -75,10 +74,10 @@ async def forget(
     left = replicas.names()
     if missed := [n for n, answer in answers.items() if (n in left if answer is None else answer.status >= 500)]:
         text = f"replicas that cannot be reached may still hold the documents: {', '.join(missed)}; send the request again"
-        raise ApiError(503, text, code="engine_not_ready", **{"Retry-After": "1"})
+        raise ApiError(503, text, code="engine_not_ready")
     told = [answer for answer in answers.values() if answer is not None]
     if not told:
-        raise ApiError(503, "there is no replica; try again", code="no_replica", **{"Retry-After": "1"})
+        raise ApiError(503, "there is no replica; try again", code="no_replica")
     first = next((answer for answer in told if answer.status >= 400), told[0])
     return JSONResponse(first.body, first.status)
 

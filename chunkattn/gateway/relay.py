@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import Policy
@@ -22,6 +23,7 @@ from chunkattn.gateway.watch import Watch
 from chunkattn.request_record import RECORD
 from chunkattn.schema.piece_keys import Keys, keys_of
 from chunkattn.web.bodies import SMALL_BODY, UnreadableError, is_json, is_quick
+from chunkattn.web.content_codings import codings_of
 from chunkattn.web.errors import ApiError, too_large
 from chunkattn.web.http_state import HttpState
 from chunkattn.web.keys import Caller
@@ -40,23 +42,6 @@ _MOST_REFUSAL = 1 << 16
 """Bytes of a refusal that is kept until another replica answers; longer ones are relayed."""
 _CORS = b"access-control-"
 _DONE = b"data: [DONE]\n\n"
-_RETRY_AFTER = {"Retry-After": "1"}
-
-
-class Documents(Protocol):
-    """Stored documents over all replicas, see `chunkattn.gateway.documents`."""
-
-    def note(self, authorization: str) -> None:
-        """Note a request under an Authorization header."""
-
-    def added_bytes(self, path: str, body: Any, authorization: str) -> int:
-        """Return by how many bytes `resolve` lengthens a body. May run in a thread."""
-
-    def resolve(self, path: str, body: Any, authorization: str) -> Any:
-        """Return a body with the texts of the documents that it names by id; the same object if it names none.
-
-        May run in a thread.
-        """
 
 
 @dataclass
@@ -91,10 +76,6 @@ class _Tried:
     begun: bool = False
 
 
-class CutError(ApiError):
-    """An answer ended early; its status is sent, so the connection is closed."""
-
-
 class Relay:
     """ASGI application in front of replicas.
 
@@ -117,7 +98,7 @@ class Relay:
         options: GatewayOptions,
         metrics: GatewayMetrics,
         state: HttpState,
-        documents: Documents,
+        documents: GatewayDocuments,
         measure: TextMeasure,
     ) -> None:
         self._replicas, self._policy, self._watch, self._options = replicas, policy, watch, options
@@ -184,7 +165,7 @@ class Relay:
             return None if resolved is value else msgspec.json.encode(resolved), keys
 
         self._sample(value)
-        quick = added <= SMALL_BODY and b"content-encoding" not in dict(scope["headers"]) and is_quick(body)
+        quick = added <= SMALL_BODY and not codings_of(scope["headers"]) and is_quick(body)
         return await self._bodies.in_turn(prepared, quick=quick)
 
     def _sample(self, body: Any) -> None:
@@ -261,7 +242,7 @@ class Relay:
         if bad_status is not None:
             raise ApiError(502, str(bad_status), code="bad_gateway")
         code = "engine_not_ready" if tried else "no_replica"
-        raise ApiError(503, f"{reason}; try again", code=code, **_RETRY_AFTER)
+        raise ApiError(503, f"{reason}; try again", code=code)
 
     def _candidates(self, tried: Mapping[str, _Tried]) -> list[str]:
         """Return the replicas to send to: those not tried yet, or else those that refused it unread and have reported since.
@@ -419,10 +400,8 @@ async def _end(progress: _Answering, error: ApiError, send: Send) -> None:
     """
     if progress.complete:
         return
-    if not progress.status:
-        raise error
     if not progress.is_stream:
-        raise CutError(error.status, error.message, code=error.code)
+        raise error
     events = b"data: " + msgspec.json.encode(error.body) + b"\n\n" + _DONE
     if progress.end == _DONE:
         events = b""

@@ -188,7 +188,7 @@ class ServerState(HttpState):
             ApiError: 503, the server is starting, degraded or draining.
         """
         if (state := self.readiness) != "ready":
-            raise ApiError(503, f"the server is {state}; try again", code=f"server_{state}", **{"Retry-After": "1"})
+            raise ApiError(503, f"the server is {state}; try again", code=f"server_{state}")
 
 
 async def get_state(request: Request) -> ServerState:  # async: FastAPI runs synchronous dependencies in a thread

@@ -30,7 +30,15 @@ from chunkattn.errors import (
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 1
+_RETRY_AFTER = {429: "1", 503: "1"}
+"""Seconds after which a request may succeed, by status."""
+_REQUEST_CODES = {
+    CapacityError: "context_length_exceeded",
+    MissingError: "missing_required_parameter",
+    NotRenderedError: "message_not_rendered",
+    RequestError: "invalid_value",
+}
+"""Codes of errors in a request; a class comes before its base."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _WHEN = {
     400: "The request is malformed, or can never fit.",
@@ -85,6 +93,8 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        if status in _RETRY_AFTER:
+            headers.setdefault("Retry-After", _RETRY_AFTER[status])
 
     @property
     def body(self) -> dict[str, Any]:
@@ -104,21 +114,15 @@ def api_error(error: Exception, request_id: str) -> ApiError:
     match error:
         case ApiError():
             return error
-        case CapacityError():
-            return ApiError(400, _short(error), param=error.param, code="context_length_exceeded")
-        case MissingError():
-            return ApiError(400, _short(error), param=error.param, code="missing_required_parameter")
-        case NotRenderedError():
-            return ApiError(400, _short(error), param=error.param, code="message_not_rendered")
         case RequestError():
-            return ApiError(400, _short(error), param=error.param, code="invalid_value")
+            code = next(code for kind, code in _REQUEST_CODES.items() if isinstance(error, kind))
+            return ApiError(400, _short(error), param=error.param, code=code)
         case QueueFullError():
-            return ApiError(429, str(error), code="queue_full", **{"Retry-After": str(_RETRY_AFTER_S)})
+            return ApiError(429, str(error), code="queue_full")
         case DeadlineExceededError():
             return ApiError(504, str(error), code="timeout")
         case EngineDeadError():
-            text = "the engine is not ready; try again"
-            return ApiError(503, text, code="engine_not_ready", **{"Retry-After": str(_RETRY_AFTER_S)})
+            return ApiError(503, "the engine is not ready; try again", code="engine_not_ready")
         case NonFiniteError():
             return ApiError(500, str(error), code="non_finite")
         case HTTPException():

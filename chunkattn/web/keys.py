@@ -276,7 +276,7 @@ class Caller:
             text = (
                 f"{whose} may hold {self.shares.most} places of the queue (max_queue_share); send fewer at once, or try again"
             )
-            raise ApiError(429, text, code="queue_share_exceeded", **{"Retry-After": "1"})
+            raise ApiError(429, text, code="queue_share_exceeded")
         self.places += places
         if self.name is not None:
             self.shares.held[self.name] += places
@@ -301,8 +301,8 @@ class Caller:
                 f"the request bodies of one client may hold {bodies.most_each} bytes at once (max_body_bytes_per_client); "
                 "send fewer large bodies at once, or try again"
             )
-            headers = {"Retry-After": "1", "Connection": "close"}  # the rest of the body is left unread
-            raise ApiError(429, text, code="body_share_exceeded", **headers) from None
+            # The rest of the body is left unread.
+            raise ApiError(429, text, code="body_share_exceeded", Connection="close") from None
         self.num_bytes = size
 
     def keep_bytes(self, size: int) -> None:

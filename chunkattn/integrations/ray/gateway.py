@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from starlette.responses import Response
+from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from chunkattn.gateway.app import Gateway
@@ -21,7 +21,7 @@ from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions, check_environment
 from chunkattn.integrations.ray.transport import ServeReplicas
-from chunkattn.web.http import HEAD_TOO_LONG, LONGEST_HEAD, error_body
+from chunkattn.web.http import LONGEST_HEAD, head_too_long
 from chunkattn.web.listening import Listener, listen
 from chunkattn.web.options import ServerConfig
 
@@ -116,8 +116,8 @@ class Ingress(_Served):
         if scope["type"] == "lifespan":
             await _answer_lifespan(receive, send)
         elif scope["type"] == "http" and _head_size(scope) > LONGEST_HEAD:
-            body, headers = error_body(400, HEAD_TOO_LONG, "invalid_http"), {"X-Content-Type-Options": "nosniff"}
-            await Response(body, 400, headers, "application/json")(scope, receive, send)
+            error = head_too_long()
+            await JSONResponse(error.body, error.status, {"X-Content-Type-Options": "nosniff"})(scope, receive, send)
         else:
             await self._gateway.app(scope, receive, relayed)
 
