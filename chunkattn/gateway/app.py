@@ -191,8 +191,8 @@ class Gateway:
             self.metrics.queued.labels(name).set(self.policy.queued(name))
             self.metrics.pieces.labels(name).set(self.policy.num_pieces(name))
         self.metrics.bytes_per_token.set(self.watch.bytes_per_token)
-        own = generate_latest(self.state.metrics.registry).decode()
-        merged = await asyncio.to_thread(merge, own, texts)  # about 5 us a sample
+        gateway_text = generate_latest(self.state.metrics.registry).decode()
+        merged = await asyncio.to_thread(merge, gateway_text, texts)  # about 5 us a sample
         return Response(merged, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     # Bytes per token
@@ -215,8 +215,8 @@ class Gateway:
             if self._measure.num_samples < 4:
                 continue
             with suppress(ReplicaGoneError):
-                if (found := await self._measure.bytes_per_token()) is not None:
-                    self.watch.bytes_per_token = found
+                if (measured := await self._measure.bytes_per_token()) is not None:
+                    self.watch.bytes_per_token = measured
                     await asyncio.sleep(_MEASURE_S)
 
 

@@ -342,9 +342,9 @@ def _waiting() -> Iterator[None]:
 def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
     """Return the headers of the request to a replica: the client's, its address, and the id and the span of the request."""
     traced = scope.get("state", {}).get("trace_headers", ())  # without a span of its own, the client's go on
-    own = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", _REPLICA, *(name for name, _ in traced))
+    replaced = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", _REPLICA, *(name for name, _ in traced))
     dropped = _ONE_HOP | _OWN | _named_by_connection(scope["headers"])
-    listed = [(name, value) for name, value in scope["headers"] if name not in dropped and name not in own]
+    listed = [(name, value) for name, value in scope["headers"] if name not in dropped and name not in replaced]
     if (request_id := scope.get("state", {}).get("request_id")) is not None:
         listed.append((b"x-request-id", request_id.encode()))
     listed += traced
@@ -360,11 +360,11 @@ def _named_by_connection(headers: Any) -> set[bytes]:
 
 def _headed(message: Any, name: str, relays_cors: bool) -> dict[str, Any]:
     """Return the start of an answer with the headers to relay, and the replica's name."""
-    given = [(key.lower(), value) for key, value in message["headers"]]
-    dropped = _ONE_HOP | _named_by_connection(given) | _OWN
+    headers = [(key.lower(), value) for key, value in message["headers"]]
+    dropped = _ONE_HOP | _named_by_connection(headers) | _OWN
     if message["status"] not in _BODILESS:
         dropped -= {b"content-length"}
-    listed = [(key, value) for key, value in given if key not in dropped and (relays_cors or not key.startswith(_CORS))]
+    listed = [(key, value) for key, value in headers if key not in dropped and (relays_cors or not key.startswith(_CORS))]
     return {**message, "headers": [*listed, (_REPLICA, name.encode("latin-1", "replace"))]}
 
 

@@ -66,9 +66,9 @@ class ServerState(HttpState):
         if self.reports is None or not isinstance(raw, dict):
             return nullcontext()
         caller: Caller = request.state.caller
-        found = self.reports.find(raw, body, request.headers.get("authorization", ""), caller.salt(raw.get("cache_salt")))
+        noted = self.reports.find(raw, body, request.headers.get("authorization", ""), caller.salt(raw.get("cache_salt")))
         at_end = ExitStack()
-        at_end.callback(self.reports.note, found)  # the engine has computed them by then
+        at_end.callback(self.reports.note, noted)  # the engine has computed them by then
         return at_end
 
     @cached_property
@@ -178,8 +178,8 @@ class ServerState(HttpState):
         if warm and self.llm.config.warmup is False:
             text = "this server never gets warm, because its option warmup is False (--no-warmup); ask without warm"
             raise ApiError(400, text, param="warm", code="invalid_value")
-        wanted = warm or self.config.ready_when_warm
-        return "warming" if wanted and self.health == "ready" and not self.llm.is_warm else self.health
+        must_be_warm = warm or self.config.ready_when_warm
+        return "warming" if must_be_warm and self.health == "ready" and not self.llm.is_warm else self.health
 
     def check_ready(self) -> None:
         """Check that the server accepts new work, warm or not.

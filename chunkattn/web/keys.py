@@ -59,25 +59,25 @@ class Keys:
 
     def _read(self) -> dict[bytes, str]:
         """Return names by the digests of their keys, so the time of a lookup reveals nothing about a key."""
-        found = {} if self._api_key is None else {_digest(self._api_key): DEFAULT_NAME}
-        if self._metrics_key in found:
+        name_of = {} if self._api_key is None else {_digest(self._api_key): DEFAULT_NAME}
+        if self._metrics_key in name_of:
             raise ConfigError("metrics_key is the api_key; give /metrics a key of its own")
         if self.file is None:
-            return found
-        names = set(found.values())
+            return name_of
+        names = set(name_of.values())
         for where, name, key in read_key_file(self.file):
             digest = _digest(key)
             if name in names:
                 raise ConfigError(f"{where}: the name {name!r} is taken; give every key a name of its own")
-            if digest in found:
-                raise ConfigError(f"{where}: {name!r} has the key of {found[digest]!r}; give every name a key of its own")
+            if digest in name_of:
+                raise ConfigError(f"{where}: {name!r} has the key of {name_of[digest]!r}; give every name a key of its own")
             if digest == self._metrics_key:
                 raise ConfigError(f"{where}: {name!r} has the metrics_key; give /metrics a key of its own")
-            found[digest] = name
+            name_of[digest] = name
             names.add(name)
-        if not found:
+        if not name_of:
             raise ConfigError(f"api_key_file {self.file} holds no key, so every request would be refused; add a name:key line")
-        return found
+        return name_of
 
     @property
     def needed(self) -> bool:
@@ -189,15 +189,15 @@ class KeyReloader:
 
 def _given(authorization: str) -> bytes | None:
     """Return the digest of the key in an Authorization header, or None if it holds none."""
-    scheme, _, given = authorization.partition(" ")
+    scheme, _, key = authorization.partition(" ")
     if scheme.lower() == "basic":  # browsers prompt for it
         try:
-            given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+            key = base64.b64decode(key, validate=True).decode().partition(":")[2]
         except ValueError:
             return None
     elif scheme.lower() != "bearer":
         return None
-    return _digest(given.strip())
+    return _digest(key.strip())
 
 
 def _digest(key: str) -> bytes:
@@ -245,21 +245,21 @@ class Caller:
     tag: str = ""
     salt_mark: str | None = None
 
-    def salt(self, given: str | None) -> str | None:
+    def salt(self, request_salt: str | None) -> str | None:
         """Return the engine's cache salt: unique to the name, the key and the given salt.
 
         Args:
-            given: salt from the request.
+            request_salt: salt from the request.
         """
-        as_bytes = None if given is None else given.encode("utf-8", "surrogatepass")
+        as_bytes = None if request_salt is None else request_salt.encode("utf-8", "surrogatepass")
         if as_bytes is not None:
             self.salt_mark = hashlib.sha256(as_bytes).hexdigest()[:8]
         if self.name is None:
-            return given
-        own = KeyHolder(self.name, self.tag).salt
+            return request_salt
+        holder_salt = KeyHolder(self.name, self.tag).salt
         if as_bytes is None:
-            return own
-        return f"{own}:{hashlib.blake2b(as_bytes, digest_size=16).hexdigest()}"
+            return holder_salt
+        return f"{holder_salt}:{hashlib.blake2b(as_bytes, digest_size=16).hexdigest()}"
 
     def take(self, places: int) -> None:
         """Take queue places; `leave` returns them.

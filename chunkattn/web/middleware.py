@@ -55,8 +55,8 @@ class Gate:
         headers, record, status, replica = Headers(scope=scope), RequestRecord(time.perf_counter()), 0, None
         _drop_last_slash(scope)
         span = RequestSpan(headers, scope["method"])
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else secrets.token_hex(16)
         holder = self.keys.holder(headers.get("authorization", "")) if self.keys.needed else None
         # Names separate clients only if a file defines several.
         named = holder if self.config.api_key_file is not None else None
@@ -155,9 +155,9 @@ class Gate:
         whole = {"method": scope["method"], "path": path, "route": route, "status": status, "seconds": seconds}
         fields = {**named, **whole, **about}
         text = "%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)" + " from %(replica)s" * ("replica" in named)
-        told = {name: named[name] for name in ("key", "salt") if name in named} | about
-        if told:
-            text += " " + text_of(told).replace("%", "%%")
+        shown = {name: named[name] for name in ("key", "salt") if name in named} | about
+        if shown:
+            text += " " + text_of(shown).replace("%", "%%")
         # A gateway asks for reports every second.
         level = logging.DEBUG if (route_path(scope), status) == (REPORT_PATH, 200) else logging.INFO
         logger.log(level, text, fields, extra={"request": fields})
@@ -194,12 +194,12 @@ class HeadAsGet:
         async def headers_alone(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        own = {**scope, "method": "GET"}
+        as_get = {**scope, "method": "GET"}
         try:
-            await self.app(own, receive, headers_alone)
+            await self.app(as_get, receive, headers_alone)
         finally:
-            if "route" in own:  # the outer middleware labels its metrics by route
-                scope["route"] = own["route"]
+            if "route" in as_get:  # the outer middleware labels its metrics by route
+                scope["route"] = as_get["route"]
 
 
 def route_path(scope: Scope) -> str:

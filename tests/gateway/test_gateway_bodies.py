@@ -137,7 +137,7 @@ def test_one_client_holds_half_of_the_places():
     asyncio.run(main())
 
 
-def test_lists_of_one_client_do_not_hold_up_another():
+def test_lists_of_one_client_do_not_hold_up_another(tmp_path):
     """The replica answers none of the one client's questions about documents."""
 
     async def case():
@@ -150,7 +150,8 @@ def test_lists_of_one_client_do_not_hold_up_another():
             await call.reply(cached=True)
 
         a.answer = answer
-        async with rig(a) as made:
+        (tmp_path / "keys").write_text("many:many\none:one\n")
+        async with rig(a, server={"api_key_file": str(tmp_path / "keys")}) as made:
             for key in ("many", "one"):
                 owner = made.gateway.documents._owner(f"Bearer {key}")
                 records = [DocumentRecord(Scope(owner), f"d{n}", Prefix("Read."), "x") for n in range(100)]
