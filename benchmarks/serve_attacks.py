@@ -308,9 +308,11 @@ def idle(url: httpx.URL, seconds: float) -> str:
 
 def store(url: str, key: str, count: int) -> None:
     """Store documents d0, d1, ... under a key."""
-    documents = [{"id": f"d{n}", "text": f"{n} {WORDS * 50}"} for n in range(count)]
+    documents = [{"id": f"d{n}", "text": f"{n} {WORDS * 10}"} for n in range(count)]
     headers = {"Authorization": f"Bearer {key}"}
-    httpx.post(url + STORED, json={"documents": documents}, headers=headers, timeout=300).raise_for_status()
+    answer = httpx.post(url + STORED, json={"documents": documents}, headers=headers, timeout=300)
+    if answer.status_code != 200:
+        raise RuntimeError(answer.text)
 
 
 def wait_until_ready(url: str) -> None:

@@ -30,8 +30,8 @@ from chunkattn.errors import (
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER = {429: "1", 503: "1"}
-"""Seconds after which a request may succeed, by status."""
+_PASSING = (429, 503)
+"""Statuses of requests that may succeed a second later."""
 _REQUEST_CODES = {
     CapacityError: "context_length_exceeded",
     MissingError: "missing_required_parameter",
@@ -93,8 +93,8 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
-        if status in _RETRY_AFTER:
-            headers.setdefault("Retry-After", _RETRY_AFTER[status])
+        if status in _PASSING:
+            headers.setdefault("Retry-After", "1")
 
     @property
     def body(self) -> dict[str, Any]:

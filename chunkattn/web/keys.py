@@ -8,12 +8,12 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chunkattn.errors import ConfigError
 from chunkattn.fair_shares import FairShares
+from chunkattn.fair_threads import FairThreads
 from chunkattn.web.errors import ApiError
 from chunkattn.web.key_file import read_key_file
 
@@ -162,18 +162,18 @@ class KeyReloader:
 
     async def run(self) -> None:
         """Serve the calls of `ask` until cancelled."""
-        thread = ThreadPoolExecutor(1, "api-keys")  # clients can fill the shared threads
+        thread = FairThreads(1)  # clients can fill the shared threads
         try:
             while True:
                 await self._asked.wait()
                 self._asked.clear()
                 await self._reload(thread)
         finally:
-            thread.shutdown(wait=False)
+            thread.close()
 
-    async def _reload(self, thread: ThreadPoolExecutor) -> None:
+    async def _reload(self, thread: FairThreads) -> None:
         try:
-            removed = await asyncio.get_running_loop().run_in_executor(thread, self._keys.reload)
+            removed = await thread.run(self._keys.reload)
         except ConfigError as error:
             logger.error("the API keys stay as they are: %s", error)
             return
