@@ -101,7 +101,7 @@ def test_a_large_body_is_read_beside_the_event_loop(monkeypatch, place):
 
 
 def test_one_client_holds_half_of_the_places():
-    """Whatever waits at a replica for one client, the next one's turn comes with the next free place."""
+    """The next client's turn comes with the next free place, however many pieces wait for another one."""
 
     async def main():
         turns, entered, go = FairShares(2, 4), [], asyncio.Event()
