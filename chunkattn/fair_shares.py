@@ -23,11 +23,13 @@ class FairShares:
     Attributes:
         most_each: what one client may hold at once.
         held: what is held now, by client.
+        total: what all clients hold now.
     """
 
     def __init__(self, most_each: int, most: float = float("inf"), most_waiting: float = float("inf")) -> None:
         self.most_each, self._most, self._most_waiting = most_each, most, most_waiting
         self.held: Counter[str | None] = Counter()
+        self.total = 0
         self._waiting: OrderedDict[str | None, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
 
     async def take(self, owner: str | None, size: int = 1) -> None:
@@ -65,6 +67,7 @@ class FairShares:
             size: size of the piece.
         """
         self.held[owner] -= size
+        self.total -= size
         if not self.held[owner]:
             del self.held[owner]
         self._admit()
@@ -82,7 +85,7 @@ class FairShares:
     def _admit(self) -> None:
         """Admit pieces that wait, one of each client after the other."""
         turns = deque(self._waiting)
-        while turns:
+        while turns and self.total < self._most:
             owner = turns.popleft()
             queue = self._waiting[owner]
             while queue and queue[0][1].done():  # its client left in the present pass of the event loop
@@ -92,10 +95,11 @@ class FairShares:
             elif self._fits(owner, queue[0][0]):
                 size, turn = queue.popleft()
                 self.held[owner] += size
+                self.total += size
                 turn.set_result(None)
                 self._waiting.move_to_end(owner)
                 turns.append(owner)
 
     def _fits(self, owner: str | None, size: int) -> bool:
         fits_each = owner not in self.held or self.held[owner] + size <= self.most_each
-        return fits_each and self.held.total() + size <= self._most
+        return fits_each and self.total + size <= self._most

@@ -70,7 +70,7 @@ class FairThreads:
     @property
     def busy(self) -> int:
         """Return the number of threads that work, for callers that have left too."""
-        return self._turns.held.total()
+        return self._turns.total
 
     async def run(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Run a function in a thread, in its owner's turn. Cancelling the caller ends the work at its next `check_wanted`.
