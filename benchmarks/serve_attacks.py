@@ -2,6 +2,7 @@
 
     python -m benchmarks.serve_attacks [--streams 16] [--only NAME] [--json FILE|-] [-- OPTION...]
     python -m benchmarks.serve_attacks --clients 12 [--seconds 20] [--streams 2] ...
+    python -m benchmarks.serve_attacks --gateway [--clients 12] ...
 
 `chunkattn serve` runs the demo model with its default options, or with the options after `--`. While the streams run and
 `/health` is requested every 100 ms without waiting for the last answer, each request is sent by itself and given 30
@@ -9,10 +10,13 @@ seconds. A gap is the time between two events of a stream. The target: no gap be
 within 250 ms at the 99th percentile and 1.5 s at most.
 
 With `--clients`, that many clients under one API key repeat a request for some seconds, in a process of their own. They
-read every answer, or hang up as soon as they have sent the body. The streams and a bystander, which asks for one token again
-and again, use another key. The table has the bystander's median and longest time, and the growth of the server process in
-MiB. The target: the bystander's longest time is at most three times its quiet median plus 1 s, and the process grows by at
-most 512 MiB. The command fails if a row misses a target.
+read every answer, or hang up as soon as they have sent the body. The streams and a bystander use another key. The bystander
+asks again and again, on a new connection each time, for one token and then for a document that it has stored. The table has
+its median and longest time for the token, its longest time for the document, and the growth of the server process in MiB and
+its CPU seconds. The target: the bystander's longest times are at most three times their quiet medians plus 1 s, and the
+process grows by at most 512 MiB. The command fails if a row misses a target.
+
+With `--gateway`, all of them ask a gateway in front of the server; memory and CPU seconds are those of the gateway.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import gzip
 import http.client
 import json
 import multiprocessing
+import os
 import socket
 import sys
 import tempfile
@@ -48,6 +53,12 @@ ATTACKER, BYSTANDER = "attacker", "bystander"
 BODY = 7 << 20
 """Bytes of a large body; the server's default limit is 8 MiB."""
 WORDS = "Zenuso lives in Kirora and works as a baker. "
+STORED, DOCUMENTS = "/v1/cache/documents", 100
+"""Route of stored documents, and the number of them that the attacker has."""
+IDLE = 2100
+"""Idle connections, more than the server's default limit."""
+LIST, IDLING = "lists of documents", "idle connections"
+"""Names of the attacks without a body."""
 
 Body = dict[str, Any] | bytes
 
@@ -97,6 +108,13 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
     yield "tokenizing", "/tokenize", {"prompt": text, "return_token_strs": True}
     yield "detokenizing", "/detokenize", {"tokens": [100] * (BODY // 5)}
     yield "messages", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 150_000}
+    listed: Any = {"chunks": {**question, "documents": [{"id": "d0"}] * 760_000}}
+    yield "one id 760,000 times, gzip", PATH, gzip.compress(json.dumps(listed, separators=(",", ":")).encode())
+    listed["chunks"]["documents"] = [{"id": "d0"}] * 100_000
+    yield "one id 100,000 times, gzip", PATH, gzip.compress(json.dumps(listed, separators=(",", ":")).encode())
+    yield "a gzip body of values", PATH, gzip.compress(b'{"prompt": [' + b"1," * (BODY // 2) + b"1]}")
+    yield "a gzip body of lists", PATH, gzip.compress(b'{"prompt": [' + b"[]," * (BODY // 3) + b"1]}")
+    yield IDLING, "", b""
     yield "a broken body", PATH, b'{"prompt": "' + b"a" * BODY
     yield "a body of another shape", PATH, {"prompt": "a", "stop": [[]] * (BODY // 4)}
 
@@ -176,6 +194,8 @@ def floods() -> Iterator[tuple[str, str, Body, bool]]:
     asked = [{"type": "predicate", "instructions": f"It is {n}."} for n in range(400)]
     yield "decisions, questions", "/v1/decisions", {"input": WORDS * 20, "questions": asked}, False
     yield "decisions, hung up", "/v1/decisions", {"input": WORDS * 20, "questions": asked}, True
+    yield LIST, STORED, b"", False
+    yield IDLING, "", b"", False
 
 
 class Watch:
@@ -184,7 +204,8 @@ class Watch:
     Attributes:
         gap: longest time in seconds between two events of a stream since `reset`.
         health: seconds of each answer of `/health` since `reset`.
-        asked: seconds of each of the bystander's requests since `reset`.
+        asked: seconds of each of the bystander's requests for a token since `reset`.
+        fetched: seconds of each of its requests for a document since `reset`.
         memory: largest resident memory of the server process in MiB since `reset`.
     """
 
@@ -198,16 +219,19 @@ class Watch:
 
     def reset(self) -> None:
         """Forget the measurements so far."""
-        self.gap, self.health, self.asked = 0.0, list[float](), list[float]()
+        self.gap, self.health, self.asked, self.fetched = 0.0, list[float](), list[float](), list[float]()
         self.memory = resident(self._pid)
 
     async def _stand_by(self) -> None:
-        body = {"prompt": "Where does Zenuso live?", **greedy(1)}
+        body, new = {"prompt": "Where does Zenuso live?", **greedy(1)}, {"Connection": "close"}
         while True:
             began = time.perf_counter()
             with contextlib.suppress(httpx.HTTPError):
-                (await self._client.post(PATH, json=body)).raise_for_status()
+                (await self._client.post(PATH, json=body, headers=new)).raise_for_status()
                 self.asked.append(time.perf_counter() - began)
+                began = time.perf_counter()
+                (await self._client.get(f"{STORED}/d0", headers=new)).raise_for_status()
+                self.fetched.append(time.perf_counter() - began)
             await asyncio.sleep(BYSTANDER_S)
 
     async def _weigh(self) -> None:
@@ -254,7 +278,8 @@ def send(url: httpx.URL, path: str, body: bytes) -> str:
     """Send one request and discard its answer. Return the status, or the way the request ended."""
     connection = http.client.HTTPConnection(url.host, url.port or 80, timeout=ATTACK_S)
     try:
-        connection.request("POST", path, body, {"Content-Type": "application/json", "Authorization": f"Bearer {ATTACKER}"})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {ATTACKER}", **coding_of(body)}
+        connection.request("POST", path, body, headers)
         answer, until = connection.getresponse(), time.monotonic() + ATTACK_S
         while answer.read(1 << 20):
             if time.monotonic() > until:
@@ -264,6 +289,45 @@ def send(url: httpx.URL, path: str, body: bytes) -> str:
         return type(error).__name__
     finally:
         connection.close()
+
+
+def coding_of(body: bytes) -> dict[str, str]:
+    """Return the header of a compressed body; none for another."""
+    coding = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}.get(body[:2])
+    return {} if coding is None else {"Content-Encoding": coding}
+
+
+def idle(url: httpx.URL, seconds: float) -> str:
+    """Open connections that send nothing for some seconds. Return how many there were."""
+    with contextlib.ExitStack() as kept, contextlib.suppress(OSError):
+        for _ in range(IDLE):
+            kept.enter_context(socket.create_connection((url.host, url.port or 80), timeout=ATTACK_S))
+        time.sleep(seconds)
+    return f"{IDLE} idle"
+
+
+def store(url: str, key: str, count: int) -> None:
+    """Store documents d0, d1, ... under a key."""
+    documents = [{"id": f"d{n}", "text": f"{n} {WORDS * 10}"} for n in range(count)]
+    headers = {"Authorization": f"Bearer {key}"}
+    answer = httpx.post(url + STORED, json={"documents": documents}, headers=headers, timeout=300)
+    if answer.status_code != 200:
+        raise RuntimeError(answer.text)
+
+
+def wait_until_ready(url: str) -> None:
+    """Wait for a gateway to find its replica ready."""
+    until = time.monotonic() + ATTACK_S
+    while httpx.get(f"{url}/health").status_code != 200:
+        if time.monotonic() > until:
+            raise TimeoutError(f"{url} is not ready")
+        time.sleep(0.1)
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU seconds of a process."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def resident(pid: int) -> float:
@@ -281,15 +345,15 @@ def flood(url: httpx.URL, path: str, body: bytes, clients: int, hangs_up: bool, 
     Args:
         url: address of the server.
         path: route.
-        body: body of every request.
+        body: body of every request; an empty one is a GET.
         clients: number of clients.
         hangs_up: whether the clients close their connections as soon as they have sent the body.
         seconds: time in seconds after which no request begins.
         counts: counts the statuses of the answers, and "left" and "failed" requests.
     """
-    magic = {b"\x1f\x8b": "gzip", b"\x28\xb5": "zstd"}
-    coding = f"Content-Encoding: {magic[body[:2]]}\r\n" if body[:2] in magic else ""
-    head = f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {ATTACKER}\r\nConnection: close\r\n{coding}"
+    coding = "".join(f"{name}: {value}\r\n" for name, value in coding_of(body).items())
+    method = "POST" if body else "GET"
+    head = f"{method} {path} HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {ATTACKER}\r\nConnection: close\r\n{coding}"
     request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
     until, lock = time.monotonic() + seconds, threading.Lock()
 
@@ -335,18 +399,20 @@ async def measure(url: str, pid: int, args: argparse.Namespace, show: Callable[[
         watch = Watch(client, args.streams, pid)
         await asyncio.sleep(3 * CALM_S)
         for name, path, body, hangs_up in [("nothing", "", b"", False), *chosen]:
-            if path and args.only and args.only not in name:
+            if name != "nothing" and args.only and args.only not in name:
                 continue
             data = body if isinstance(body, bytes) else await asyncio.to_thread(lambda b=body: json.dumps(b).encode())
             await asyncio.sleep(CALM_S)
             watch.reset()
-            before, began, status = watch.memory, time.perf_counter(), "-"
-            if path and args.clients:
+            before, began, cpu, status = watch.memory, time.perf_counter(), cpu_s(pid), "-"
+            if name == IDLING:
+                status = await asyncio.to_thread(idle, httpx.URL(url), min(args.seconds, ATTACK_S))
+            elif path and args.clients:
                 status = await flooded(url, path, data, args.clients, hangs_up, args.seconds)
             elif path:
                 status = await asyncio.to_thread(send, httpx.URL(url), path, data)
             seconds = time.perf_counter() - began
-            await asyncio.sleep(CALM_S if path else 10 * CALM_S)
+            await asyncio.sleep(10 * CALM_S if name == "nothing" else CALM_S)
             row = {
                 "request": name,
                 "route": path,
@@ -357,7 +423,10 @@ async def measure(url: str, pid: int, args: argparse.Namespace, show: Callable[[
                 "health_max": max(watch.health),
                 "bystander_median": float(np.median(watch.asked or [float("nan")])),
                 "bystander_max": max(watch.asked, default=float("nan")),
+                "fetch_median": float(np.median(watch.fetched or [float("nan")])),
+                "fetch_max": max(watch.fetched, default=float("nan")),
                 "memory_mib": watch.memory - before,
+                "cpu_s": cpu_s(pid) - cpu,
             }
             row["exceeded"] = exceeded(row, rows[0], bool(args.clients)) if rows else []
             show(row)
@@ -375,9 +444,10 @@ def exceeded(row: dict[str, Any], quiet: dict[str, Any], many: bool) -> list[str
         many: whether many clients attack. A single request may fill the engine's sequences, for which the bystander waits.
     """
     limits = {"gap": GAP_S, "health_p99": HEALTH_P99_S, "memory_mib": MEMORY_MIB}
-    if many:
+    if many or row["request"] == IDLING:
         limits["bystander_max"] = 3 * quiet["bystander_median"] + 1
-    return [name for name, most in limits.items() if row[name] > most]
+        limits["fetch_max"] = 3 * quiet["fetch_median"] + 1
+    return [name for name, most in limits.items() if not row[name] <= most]
 
 
 def show(row: dict[str, Any]) -> None:
@@ -385,7 +455,8 @@ def show(row: dict[str, Any]) -> None:
     print(
         f"{row['request']:28} {row['seconds']:7.2f} {row['gap']:7.2f} "
         f"{1000 * row['health_p99']:8.0f} {1000 * row['health_max']:8.0f} {1000 * row['bystander_median']:8.0f} "
-        f"{1000 * row['bystander_max']:8.0f} {row['memory_mib']:6.0f}  {row['answer']}"
+        f"{1000 * row['bystander_max']:8.0f} {1000 * row['fetch_max']:8.0f} {row['memory_mib']:6.0f} {row['cpu_s']:6.2f}  "
+        f"{row['answer']}"
         f"{'  EXCEEDS ' if row['exceeded'] else ''}{', '.join(row['exceeded'])}",
         flush=True,
     )
@@ -397,6 +468,7 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--clients", type=int, default=0, help="clients under one key that repeat each request at once")
     parser.add_argument("--seconds", type=float, default=20.0, help="time of each attack of many clients")
+    parser.add_argument("--gateway", action="store_true", help="attack a gateway in front of the server")
     parser.add_argument("--only", help="run only requests whose name contains this")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("options", nargs="*", help="options of the server, after --")
@@ -404,16 +476,24 @@ def main() -> None:
     with tempfile.NamedTemporaryFile("w", suffix=".keys", encoding="utf-8") as keys:
         keys.write(f"{ATTACKER}:{ATTACKER}\n{BYSTANDER}:{BYSTANDER}\n")
         keys.flush()
-        server = Server("--api-key-file", keys.name, *args.options)
+        servers = [Server("--api-key-file", keys.name, "--report-documents", *args.options)]
         try:
-            heads = f"{'s':>7} {'gap s':>7} {'p99 ms':>8} {'max ms':>8} {'other ms':>8} {'max ms':>8} {'MiB':>6}"
+            if args.gateway:
+                servers.append(Server(servers[0].url, "--api-key-file", keys.name, "--replica-key", ATTACKER, command="route"))
+            front = servers[-1]
+            wait_until_ready(front.url)
+            store(front.url, ATTACKER, DOCUMENTS)
+            store(front.url, BYSTANDER, 1)
+            heads = f"{'s':>7} {'gap s':>7} {'p99 ms':>8} {'max ms':>8} {'other ms':>8} {'max ms':>8} {'GET ms':>8}"
+            heads += f" {'MiB':>6} {'CPU s':>6}"
             with contextlib.redirect_stdout(sys.stderr) if args.json == "-" else contextlib.nullcontext():
                 print(f"{'request':28} {heads}  answer", flush=True)
-                rows = asyncio.run(measure(server.url, server.process.pid, args, show))
-                for fault in server.faults():
+                rows = asyncio.run(measure(front.url, front.process.pid, args, show))
+                for fault in [fault for server in servers for fault in server.faults()]:
                     print(fault)
         finally:
-            server.end()
+            for server in reversed(servers):
+                server.end()
     if args.json:
         report = json.dumps(rows, indent=1)
         print(report) if args.json == "-" else Path(args.json).write_text(report, encoding="utf-8")

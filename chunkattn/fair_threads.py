@@ -5,18 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import ContextVar, copy_context
+from contextvars import copy_context
 from queue import SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from chunkattn.fair_shares import OWNER, FairShares
+
 P = ParamSpec("P")
 T = TypeVar("T")
-
-OWNER: ContextVar[str | None] = ContextVar("owner", default=None)
-"""Client on whose behalf a task runs. A server sets it for each request; the work of one owner forms one queue."""
 
 
 class AbandonedError(Exception):
@@ -61,21 +59,18 @@ class FairThreads:
 
     Attributes:
         threads: number of threads.
-        most_each: number of threads that one owner may occupy.
     """
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or max(4, (os.cpu_count() or 1) + 2)
-        self.most_each = max(1, self.threads // 2)
-        self._waiting: OrderedDict[str | None, deque[_Work[Any]]] = OrderedDict()
-        self._running: Counter[str | None] = Counter()
+        self._turns = FairShares(max(1, self.threads // 2), self.threads)
         self._started = 0
         self._handed: SimpleQueue[_Work[Any] | None] = SimpleQueue()
 
     @property
     def busy(self) -> int:
         """Return the number of threads that work, for callers that have left too."""
-        return self._running.total()
+        return self._turns.total
 
     async def run(self, function: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Run a function in a thread, in its owner's turn. Cancelling the caller ends the work at its next `check_wanted`.
@@ -89,17 +84,15 @@ class FairThreads:
             Exception: any error of the function.
         """
         work = _Work(lambda: function(*args, **options), asyncio.get_running_loop())
-        self._waiting.setdefault(work.owner, deque()).append(work)
-        self._hand_out()
+        await self._turns.take(work.owner)
+        if self._started < min(self.threads, self.busy):
+            self._started += 1
+            threading.Thread(target=self._work, name=f"chunkattn-{self._started}", daemon=True).start()
+        self._handed.put(work)
         try:
             return await work.future
         finally:
             work.abandoned = True
-            if (queue := self._waiting.get(work.owner)) is not None:
-                with suppress(ValueError):  # its turn has come
-                    queue.remove(work)
-                if not queue:
-                    del self._waiting[work.owner]
             del work  # an error's traceback holds this frame, and the future holds the error
 
     def close(self) -> None:
@@ -107,25 +100,6 @@ class FairThreads:
         for _ in range(self._started):
             self._handed.put(None)
         self._started = 0
-
-    def _hand_out(self) -> None:
-        """Give waiting work to free threads, one owner after the other."""
-        for owner in list(self._waiting):
-            if self.busy >= self.threads:
-                return
-            if self._running[owner] >= self.most_each:
-                continue
-            queue = self._waiting[owner]
-            work = queue.popleft()
-            if queue:
-                self._waiting.move_to_end(owner)
-            else:
-                del self._waiting[owner]
-            self._running[owner] += 1
-            if self._started < min(self.threads, self.busy):
-                self._started += 1
-                threading.Thread(target=self._work, name=f"chunkattn-{self._started}", daemon=True).start()
-            self._handed.put(work)
 
     def _work(self) -> None:
         while (work := self._handed.get()) is not None:
@@ -142,9 +116,7 @@ class FairThreads:
             del work, result, error  # an idle thread keeps nothing alive
 
     def _finish(self, work: _Work[Any], result: Any, error: BaseException | None) -> None:
-        self._running[work.owner] -= 1
-        if not self._running[work.owner]:
-            del self._running[work.owner]
+        self._turns.give(work.owner)
         if not work.future.done():
             if error is None:
                 work.future.set_result(result)
@@ -152,4 +124,3 @@ class FairThreads:
                 work.future.set_exception(RuntimeError("the function raised StopIteration"))
             else:
                 work.future.set_exception(error)
-        self._hand_out()

@@ -8,7 +8,8 @@ import weakref
 
 import pytest
 
-from chunkattn.fair_threads import OWNER, AbandonedError, FairThreads, check_wanted
+from chunkattn.fair_shares import OWNER
+from chunkattn.fair_threads import AbandonedError, FairThreads, check_wanted
 from tests.server_helpers import wait_until
 
 

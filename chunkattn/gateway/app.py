@@ -4,37 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chunkattn.documents.records import DocumentRecords
+from chunkattn.gateway.document_places import DOCUMENTS, FORGET, ask
 from chunkattn.gateway.documents import GatewayDocuments
-from chunkattn.gateway.forget import FORGET, forget
+from chunkattn.gateway.forget import forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import POLICIES
-from chunkattn.gateway.relay import CutError, Relay
+from chunkattn.gateway.relay import Relay
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
-from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
+from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
-from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.cors import cors_options
 from chunkattn.web.errors import ApiError
-from chunkattn.web.keys import Keys, Shares
-from chunkattn.web.middleware import METRICS_PATH, OPEN_PATHS, REPORT_PATH, Gate, HttpMetrics, route_path
+from chunkattn.web.http_state import HttpState
+from chunkattn.web.middleware import METRICS_PATH, REPORT_PATH, Gate, route_path
 from chunkattn.web.options import ServerConfig
-from chunkattn.web.paths import RERANK_PATHS
+from chunkattn.web.paths import OPEN_PATHS, RERANK_PATHS
 
-_DOCUMENTS_PATH = "/v1/cache/documents"
 _MOST_PLACES = 1 << 30
-_MEASURE_S = 300.0
-"""Seconds after which bytes per token are measured again."""
+_MEASURE_S, _TOKENIZE_S = 300.0, 5.0
+"""Seconds after which bytes per token are measured again, and that a replica has to count tokens."""
 _KNOWN = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -42,7 +41,7 @@ _KNOWN = (
     "/score",
     "/generative_scoring",
     *RERANK_PATHS,
-    "/v1/cache/forget",
+    FORGET,
     "/v1/decisions",
     "/v1/systemone",
     "/v1/models",
@@ -50,21 +49,6 @@ _KNOWN = (
     "/detokenize",
 )
 """Routes with a label of their own in the metrics; clients choose paths freely, so all others share one."""
-
-
-@dataclass
-class GatewayState:
-    """State that the HTTP server of the gateway drains by.
-
-    Attributes:
-        config: options of the HTTP server.
-        metrics: its metrics.
-        draining: True after SIGTERM: running requests finish, new ones are refused.
-    """
-
-    config: ServerConfig
-    metrics: HttpMetrics = field(default_factory=HttpMetrics)
-    draining: bool = False
 
 
 class Gateway:
@@ -78,10 +62,9 @@ class Gateway:
         stores_documents: whether documents are stored by id; False where other gateways would not know them.
 
     Attributes:
-        keys: API keys that the gateway checks.
         documents: stored documents over the replicas.
         app: ASGI application.
-        state: state that drains.
+        state: options, keys and bounds of its HTTP server.
         watch: states of the replicas.
         policy: policy that ranks them.
 
@@ -99,8 +82,7 @@ class Gateway:
         stores_documents: bool = True,
     ) -> None:
         self.replicas, self.options, self._stores_documents = replicas, options, stores_documents
-        self.state = GatewayState(config)
-        self.keys = Keys(config.api_key, config.api_key_file, config.metrics_key)
+        self.state = HttpState(config, _MOST_PLACES)
         registry = self.state.metrics.registry
         ProcessCollector(registry=registry)
         self.metrics = GatewayMetrics(registry)
@@ -110,10 +92,11 @@ class Gateway:
             self.policy,
             DocumentRecords(options.document_store) if records is None else records,
             config,
-            keys=self.keys if config.api_key_file is not None else None,
+            keys=self.state.keys if config.api_key_file is not None else None,
             patience_s=options.replica_wait_s,
+            bodies=self.state.bodies,
         )
-        self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
+        self.watch = Watch(replicas, self.policy, options, replicas.drop)
         self.documents.places.is_ready = lambda name: name in self.watch.states and self.watch.states[name].is_ready
         self._replica_metrics = ReplicaMetrics(replicas, options.report_timeout_s)
         self._measure = TextMeasure(self._count_tokens)
@@ -124,14 +107,11 @@ class Gateway:
             self.watch,
             options,
             self.metrics,
-            timeout_s=config.request_timeout_s,
-            max_body_bytes=config.max_body_bytes,
-            documents=self.documents,
-            measure=self._measure,
-            relays_cors=not config.allowed_origins,
+            self.state,
+            self.documents,
+            self._measure,
         )
-        shares = Shares(_MOST_PLACES, BodyShares(config.max_body_bytes_per_client))
-        self.app: ASGIApp = Gate(self._route, config, self.state.metrics, self.keys, shares)
+        self.app: ASGIApp = Gate(self._route, self.state)
         if cors := cors_options(config):
             self.app = CORSMiddleware(self.app, **cors)
 
@@ -160,47 +140,32 @@ class Gateway:
                 await send({"type": "websocket.close", "code": 1000})
             return
         path, method = route_path(scope), scope["method"]
-        label = _DOCUMENTS_PATH if path.startswith(_DOCUMENTS_PATH) else path
-        known = path in (*_KNOWN, *OPEN_PATHS, METRICS_PATH) or label == _DOCUMENTS_PATH
+        label = DOCUMENTS if path.startswith(DOCUMENTS) else path
+        known = label in (*_KNOWN, *OPEN_PATHS, METRICS_PATH, DOCUMENTS)
         scope["route"] = SimpleNamespace(path=label if known else "other")
-        own = dict.fromkeys(OPEN_PATHS, self._health) | {"/livez": _livez, METRICS_PATH: self._show_metrics}
-        try:
-            if (answer := own.get(path)) is not None:
-                if method not in ("GET", "HEAD") and (path, method) != ("/ping", "POST"):
-                    raise ApiError(405, f"{path} takes GET or HEAD, not {method}", code="method_not_allowed", Allow="GET, HEAD")
-                response: Response = await answer()
-                if method == "HEAD":
-                    response.body = b""
-                await response(scope, receive, send)
-                return
-            if self.state.draining:
-                raise ApiError(503, "the gateway is draining; try another one", code="server_draining", **{"Retry-After": "1"})
-            if path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
-                raise ApiError(404, f"the gateway has no route {path}", code="not_found")
-            if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
-                if not self._stores_documents:
-                    text = "several gateways store no documents by id; send their texts, or run one gateway"
-                    raise ApiError(400, text, code="unsupported_parameter")
-                await self.documents.app(scope, receive, send)
-                return
-            if path == FORGET and method == "POST":
-                config = self.state.config
-                response = await forget(
-                    scope,
-                    receive,
-                    self.replicas,
-                    self.policy,
-                    max_body_bytes=config.max_body_bytes,
-                    timeout_s=config.request_timeout_s,
-                    patience_s=self.options.replica_wait_s,
-                )
-                await response(scope, receive, send)
-                return
+        pages = dict.fromkeys(OPEN_PATHS, self._health) | {"/livez": _livez, METRICS_PATH: self._show_metrics}
+        if (page := pages.get(path)) is not None:
+            if method not in ("GET", "HEAD") and (path, method) != ("/ping", "POST"):
+                raise ApiError(405, f"{path} takes GET or HEAD, not {method}", code="method_not_allowed", Allow="GET, HEAD")
+            response: Response = await page()
+            if method == "HEAD":
+                response.body = b""
+            await response(scope, receive, send)
+        elif self.state.draining:
+            raise ApiError(503, "the gateway is draining; try another one", code="server_draining")
+        elif path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
+            raise ApiError(404, f"the gateway has no route {path}", code="not_found")
+        elif path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/"):
+            if not self._stores_documents:
+                text = "several gateways store no documents by id; send their texts, or run one gateway"
+                raise ApiError(400, text, code="unsupported_parameter")
+            await self.documents.app(scope, receive, send)
+        elif path == FORGET and method == "POST":
+            patience_s = self.options.replica_wait_s
+            response = await forget(scope, receive, self.replicas, self.policy, self.state, patience_s=patience_s)
+            await response(scope, receive, send)
+        else:
             await self._relay(scope, receive, send)
-        except ApiError as error:
-            if error.status == 499 or isinstance(error, CutError):
-                raise
-            await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
     async def _health(self) -> Response:
         """Return 200 if a replica takes requests, with the state of each."""
@@ -226,16 +191,22 @@ class Gateway:
             self.metrics.queued.labels(name).set(self.policy.queued(name))
             self.metrics.pieces.labels(name).set(self.policy.num_pieces(name))
         self.metrics.bytes_per_token.set(self.watch.bytes_per_token)
-        own = generate_latest(self.state.metrics.registry).decode()
-        merged = await asyncio.to_thread(merge, own, texts)  # about 5 us a sample
+        gateway_text = generate_latest(self.state.metrics.registry).decode()
+        merged = await asyncio.to_thread(merge, gateway_text, texts)  # about 5 us a sample
         return Response(merged, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     # Bytes per token
 
     async def _count_tokens(self, text: str) -> int | None:
-        count = getattr(self.replicas, "count_tokens", None)
-        ready = self.watch.ready()
-        return None if count is None or not ready else await count(ready[0], text)
+        """Return the number of tokens of a text, from `/tokenize` of a replica; None if none tells it."""
+        if not (ready := self.watch.ready()):
+            return None
+        key = self.options.replica_key
+        headers = [(b"content-type", b"application/json")] + [(b"authorization", f"Bearer {key}".encode())] * (key is not None)
+        body = msgspec.json.encode({"prompt": text, "add_special_tokens": False})
+        answer = await ask(self.replicas, ready[0], Outgoing("POST", "/tokenize", headers=headers, body=body), _TOKENIZE_S)
+        count = answer.body.get("count") if answer.status == 200 and isinstance(answer.body, dict) else None
+        return count if isinstance(count, int) else None
 
     async def _keep_measuring(self) -> None:
         """Measure bytes per token once there are samples, and again from time to time."""
@@ -244,8 +215,8 @@ class Gateway:
             if self._measure.num_samples < 4:
                 continue
             with suppress(ReplicaGoneError):
-                if (found := await self._measure.bytes_per_token()) is not None:
-                    self.watch.bytes_per_token = found
+                if (measured := await self._measure.bytes_per_token()) is not None:
+                    self.watch.bytes_per_token = measured
                     await asyncio.sleep(_MEASURE_S)
 
 

@@ -125,7 +125,7 @@ class HttpReplicas:
         self._headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         self._resolve, self._connect_timeout_s = resolve, connect_timeout_s
         self._names: dict[str, str] = {} if resolve else {url: url for url in self._urls}  # URL by name
-        self._found: dict[str, list[str]] = {}  # URLs of the addresses of each host, for `resolve`
+        self._addresses: dict[str, list[str]] = {}  # URLs of the addresses of each host, for `resolve`
         self._read: dict[str, tuple[str, int]] = {}  # generation and version of the last report
         self._running: dict[str, set[_Running]] = {}
         self._plain: dict[str, tuple[str, int | None, float]] = {}  # replicas without /v1/cache/report, see `_plain_report`
@@ -212,12 +212,12 @@ class HttpReplicas:
             return value
         with suppress(ValueError):
             *base, prefix = _place(self._names[name])
-            given = urlsplit(value.decode("latin-1"))
+            target = urlsplit(value.decode("latin-1"))
             *place, path = _place(value.decode("latin-1"))
             below = str(path).removeprefix(str(prefix)) or "/"
             if base == place and str(path).startswith(str(prefix)) and below.startswith("/"):
                 below = "/" + below.lstrip("/")  # two slashes would begin the name of a host
-                return given._replace(scheme="", netloc="", path=below).geturl().encode("latin-1")
+                return target._replace(scheme="", netloc="", path=below).geturl().encode("latin-1")
         return value
 
     async def _request(self, name: str, request: Outgoing) -> aiohttp.ClientResponse:
@@ -274,13 +274,13 @@ class HttpReplicas:
         status, body = await self._get(name, "/health")
         generation, unresponsive = "", False
         with suppress(msgspec.DecodeError, TypeError, AttributeError):
-            told = msgspec.json.decode(body)
-            unresponsive = told.get("status") == "unresponsive"
-            generation = f"{told.get('started', '')} {told.get('engine_restarts', '')}"
+            answer = msgspec.json.decode(body)
+            unresponsive = answer.get("status") == "unresponsive"
+            generation = f"{answer.get('started', '')} {answer.get('engine_restarts', '')}"
         started, capacity, until = self._plain.get(name, ("", None, 0.0))
         if status == 200 and time.monotonic() > until:
-            found, text = await self._get(name, "/metrics")
-            if found == 200:
+            metrics_status, text = await self._get(name, "/metrics")
+            if metrics_status == 200:
                 started, capacity = _read_metrics(text.decode("utf-8", "replace"))
             self._plain[name] = started, capacity, time.monotonic() + _METRICS_S
         return Report(f"{generation} {started}", status == 200 or unresponsive, capacity, responsive=not unresponsive)
@@ -295,17 +295,6 @@ class HttpReplicas:
         if status != 200:
             raise ReplicaGoneError(f"{name} answers {status} to /metrics")
         return body.decode("utf-8", "replace")
-
-    async def count_tokens(self, name: str, text: str) -> int | None:
-        """Return the number of tokens of a text, from `/tokenize` of a replica; None if it has no such route."""
-        with suppress(*_ERRORS, TimeoutError, msgspec.DecodeError, KeyError, TypeError, ValueError):
-            body = msgspec.json.encode({"prompt": text, "add_special_tokens": False})
-            headers = {**self._headers, "Content-Type": "application/json"}
-            url = self._names[name] + "/tokenize"
-            async with asyncio.timeout(5), self._session.post(url, data=body, headers=headers) as answer:
-                told = msgspec.json.decode(await answer.read())
-                return int(told["count"]) if answer.status == 200 else None
-        return None
 
     async def _get(self, name: str, path: str) -> tuple[int, bytes]:
         try:
@@ -335,12 +324,12 @@ class HttpReplicas:
             except (OSError, UnicodeError) as error:
                 logger.warning("%s cannot be looked up, and keeps its addresses: %s", parts.hostname, error)
                 continue
-            found = []
+            addresses = []
             for address in sorted({str(entry[4][0]) for entry in entries}):
                 shown = f"[{address}]" if ":" in address else address
-                found.append(f"http://{shown}:{parts.port or 80}{parts.path}")
-            self._found[base] = found
-        self._names = {url: url for found in self._found.values() for url in found}
+                addresses.append(f"http://{shown}:{parts.port or 80}{parts.path}")
+            self._addresses[base] = addresses
+        self._names = {url: url for addresses in self._addresses.values() for url in addresses}
         for known in (self._read, self._plain):
             for name in known.keys() - self._names.keys():
                 known.pop(name)
@@ -409,9 +398,9 @@ def _read_metrics(text: str) -> tuple[str, int | None]:
         elif name == "chunkattn_block_size":
             block_size = float(value)
         elif name == "vllm:cache_config_info":
-            told = dict(_LABEL.findall(labels))
+            values = dict(_LABEL.findall(labels))
             with suppress(KeyError, ValueError):
-                capacity = int(told["num_gpu_blocks"]) * int(told["block_size"])
+                capacity = int(values["num_gpu_blocks"]) * int(values["block_size"])
     if block_size is not None and pages:
         capacity = int(pages * block_size)
     return started, capacity

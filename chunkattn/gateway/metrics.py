@@ -44,18 +44,18 @@ class GatewayMetrics:
         self.bytes_per_token = Gauge(prefix + "bytes_per_token", "Bytes of text per token of KV cache", registry=registry)
 
 
-def merge(own: str, texts: Mapping[str, str]) -> str:
+def merge(gateway_text: str, texts: Mapping[str, str]) -> str:
     """Return several metrics texts as one, each sample with the label `replica`.
 
     The gateway's own samples that have the label keep it. A replica's label of that name becomes `exported_replica`, as in
     Prometheus.
 
     Args:
-        own: metrics of the gateway in Prometheus's text format; their label is `gateway`.
+        gateway_text: metrics of the gateway in Prometheus's text format; their label is `gateway`.
         texts: metrics of replicas, by the name of the replica.
     """
     families: dict[str, tuple[dict[str, str], list[str]]] = {}
-    for name, text in (("", own), *texts.items()):
+    for name, text in (("", gateway_text), *texts.items()):
         escaped = name.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
         label, family = f'replica="{escaped or "gateway"}"', ""
         for line in text.split("\n"):  # labels may hold other line separators
@@ -64,10 +64,10 @@ def merge(own: str, texts: Mapping[str, str]) -> str:
                 if mark in ("HELP", "TYPE"):
                     family = rest.partition(" ")[0]
                     families.setdefault(family, ({}, []))[0].setdefault(mark, line)
-            elif found := _SAMPLE.match(line):
-                if not found[1].startswith(family):  # a sample without a description
-                    family = found[1]
-                families.setdefault(family, ({}, []))[1].append(_labelled(found, label, keep=not name))
+            elif sample := _SAMPLE.match(line):
+                if not sample[1].startswith(family):  # a sample without a description
+                    family = sample[1]
+                families.setdefault(family, ({}, []))[1].append(_labelled(sample, label, keep=not name))
     lines = [line for head, samples in families.values() for line in (*head.values(), *samples)]
     return "".join(f"{line}\n" for line in lines)
 
@@ -75,9 +75,9 @@ def merge(own: str, texts: Mapping[str, str]) -> str:
 def _labelled(sample: re.Match[str], label: str, *, keep: bool) -> str:
     """Return a sample with one label more; one that has the label stays as it is, or has it renamed."""
     name, labels, rest = sample.groups("")
-    found = list(_LABEL.finditer(labels)) if "replica" in labels else ()
-    if any(own[1] == "replica" for own in found):
+    pairs = list(_LABEL.finditer(labels)) if "replica" in labels else ()
+    if any(pair[1] == "replica" for pair in pairs):
         if keep:
             return sample[0]
-        labels = ",".join(f"{'exported_' * (own[1] == 'replica')}{own[1]}={own[2]}" for own in found)
+        labels = ",".join(f"{'exported_' * (pair[1] == 'replica')}{pair[1]}={pair[2]}" for pair in pairs)
     return f"{name}{{{label}{',' if labels else ''}{labels}}} {rest}"

@@ -78,7 +78,12 @@ CODES = (
     ErrorCode(
         408, "timeout", "headers or body took longer than `header_timeout_s` or `body_timeout_s`; the connection is closed"
     ),
-    ErrorCode(413, "request_too_large", "the body, or what its `Content-Encoding` expands to, exceeds `max_body_bytes`"),
+    ErrorCode(
+        413,
+        "request_too_large",
+        "the body, or what its `Content-Encoding` expands to, exceeds `max_body_bytes`; at a gateway also what the ids of "
+        "documents stand for, more than an object or list for 64 bytes of it, or more than a text for 16 bytes",
+    ),
     ErrorCode(
         415, "unsupported_encoding", "the `Content-Encoding` is neither gzip nor deflate nor zstd, or has more than two codings"
     ),
@@ -105,7 +110,7 @@ CODES = (
     ErrorCode(501, "method_not_supported", "the method is CONNECT; the connection is closed"),
     ErrorCode(501, "unsupported_transfer_encoding", "the `Transfer-Encoding` is not `chunked` alone; the connection is closed"),
     ErrorCode(502, "bad_gateway", "of a gateway: the status of the replica's answer ends no request, such as 101 or 999"),
-    ErrorCode(503, "too_many_connections", "`max_connections` are open"),
+    ErrorCode(503, "too_many_connections", "`max_connections` are open, or the connection was idle while others came"),
     ErrorCode(503, "server_starting", "the engine starts, or stored documents are being restored; try again"),
     ErrorCode(503, "server_degraded", "the engine has ended and is started again; try again"),
     ErrorCode(503, "server_draining", "the server or the gateway has got SIGTERM and ends; try another one"),

@@ -30,7 +30,15 @@ from chunkattn.errors import (
 
 logger = logging.getLogger(__name__)
 
-_RETRY_AFTER_S = 1
+_PASSING = (429, 503)
+"""Statuses of requests that may succeed a second later."""
+_REQUEST_CODES = {
+    CapacityError: "context_length_exceeded",
+    MissingError: "missing_required_parameter",
+    NotRenderedError: "message_not_rendered",
+    RequestError: "invalid_value",
+}
+"""Codes of errors in a request; a class comes before its base."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _WHEN = {
     400: "The request is malformed, or can never fit.",
@@ -85,6 +93,8 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None, **headers: str) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+        if status in _PASSING:
+            headers.setdefault("Retry-After", "1")
 
     @property
     def body(self) -> dict[str, Any]:
@@ -104,21 +114,15 @@ def api_error(error: Exception, request_id: str) -> ApiError:
     match error:
         case ApiError():
             return error
-        case CapacityError():
-            return ApiError(400, _short(error), param=error.param, code="context_length_exceeded")
-        case MissingError():
-            return ApiError(400, _short(error), param=error.param, code="missing_required_parameter")
-        case NotRenderedError():
-            return ApiError(400, _short(error), param=error.param, code="message_not_rendered")
         case RequestError():
-            return ApiError(400, _short(error), param=error.param, code="invalid_value")
+            code = next(code for kind, code in _REQUEST_CODES.items() if isinstance(error, kind))
+            return ApiError(400, _short(error), param=error.param, code=code)
         case QueueFullError():
-            return ApiError(429, str(error), code="queue_full", **{"Retry-After": str(_RETRY_AFTER_S)})
+            return ApiError(429, str(error), code="queue_full")
         case DeadlineExceededError():
             return ApiError(504, str(error), code="timeout")
         case EngineDeadError():
-            text = "the engine is not ready; try again"
-            return ApiError(503, text, code="engine_not_ready", **{"Retry-After": str(_RETRY_AFTER_S)})
+            return ApiError(503, "the engine is not ready; try again", code="engine_not_ready")
         case NonFiniteError():
             return ApiError(500, str(error), code="non_finite")
         case HTTPException():
@@ -148,9 +152,9 @@ def renamed(error: ChunkAttnError | ApiError, names: Mapping[str, str]) -> Chunk
     message = getattr(error, "message", None)
     if message is None or not names or not isinstance(error, (RequestError, ApiError)):
         return error
-    for name, own in names.items():
+    for name, new_name in names.items():
         # A name without an underscore is also a word of the language, and stands for the argument at the beginning alone.
-        message = re.sub(rf"\b{name}\b" if "_" in name else rf"^{name}\b", own, message)
+        message = re.sub(rf"\b{name}\b" if "_" in name else rf"^{name}\b", new_name, message)
     param = names.get(error.param or "", error.param)
     if isinstance(error, RequestError):
         return type(error)(message, param=param, part=error.part)
@@ -170,34 +174,34 @@ def _code(status: int) -> str | None:
     return {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}.get(status)
 
 
-def _validation_error(found: Sequence[Any]) -> ApiError:
+def _validation_error(errors: Sequence[Any]) -> ApiError:
     """Return the answer to pydantic's errors: one error, with the field's name and its place in the body.
 
     Args:
-        found: the errors; every branch of a union reports its own.
+        errors: the errors; every branch of a union reports its own.
     """
-    kind = next((error for error in found if error["type"] == UNSUPPORTED_KIND), None)
+    kind = next((error for error in errors if error["type"] == UNSUPPORTED_KIND), None)
     if kind is not None:
         place = _place(kind["loc"])
         text = f"{'.'.join(map(str, place))}: {kind['msg']}"
         return ApiError(400, _short(text), param=str(place[0]), code="unsupported_parameter")
-    unknown = next((error for error in found if error["type"] in ("extra_forbidden", UNKNOWN_FIELD)), None)
+    unknown = next((error for error in errors if error["type"] in ("extra_forbidden", UNKNOWN_FIELD)), None)
     if unknown is not None:
-        own = unknown["type"] == UNKNOWN_FIELD
-        field = str(unknown["ctx"]["name"] if own else unknown["loc"][-1])
-        path = ".".join(map(str, [*_place(unknown["loc"] if own else unknown["loc"][:-1]), field]))
+        is_named = unknown["type"] == UNKNOWN_FIELD
+        field = str(unknown["ctx"]["name"] if is_named else unknown["loc"][-1])
+        path = ".".join(map(str, [*_place(unknown["loc"] if is_named else unknown["loc"][:-1]), field]))
         hint = _INSTEAD.get(field, "")
         return ApiError(
             400, _short(f"{path} is not supported by this server{hint}"), param=_short(field), code="unsupported_parameter"
         )
-    first = found[0]
+    first = errors[0]
     name = next(iter(_place(first["loc"])), None)
     if name is None and first["type"] == "missing":
         return ApiError(400, "the request has no body", code="missing_required_parameter")
     if name is None and first["type"] in ("model_attributes_type", "dict_type"):
         return ApiError(400, "the body must be a JSON object, sent as application/json", code="invalid_json")
     # Each branch of a union reports an error. The branch that read furthest matches the form that the client sent.
-    places = [(place, error) for error in found if next(iter(place := _place(error["loc"])), None) == name]
+    places = [(place, error) for error in errors if next(iter(place := _place(error["loc"])), None) == name]
     where = max((place for place, _ in places), key=lambda place: ([p for p in place if isinstance(p, int)], len(place)))
     path = ".".join(map(str, where))
     deepest = [error for place, error in places if place == where]
@@ -217,12 +221,12 @@ def _validation_error(found: Sequence[Any]) -> ApiError:
 def _place(parts: Sequence[str | int]) -> list[str | int]:
     """Return the fields and indices that lead to an error, without the names of a union's branches."""
     # The first part is "body", "query" or "path". Branches are named after types: `str`, `list[int]`, `DocumentOrId`.
-    found = list[str | int]()
+    fields = list[str | int]()
     for before, part in pairwise(parts):
         is_field = isinstance(part, int) or (_FIELD.fullmatch(part) and part not in _TYPE_NAMES)
         if is_field or before == "questions":  # questions have names that the client gave
-            found.append(part)
-    return found
+            fields.append(part)
+    return fields
 
 
 def _clean(text: str) -> str:
@@ -237,15 +241,15 @@ def _short(error: object) -> str:
 
 def _release(error: BaseException) -> None:
     """Clear the frames of an answered error: they keep the request body alive, and some keep the error alive."""
-    found: list[Any] = [error]
+    pending: list[Any] = [error]
     if isinstance(error, RequestValidationError):  # pydantic keeps the validators' exceptions in `ctx`
-        found += [detail.get("ctx", {}).get("error") for detail in error.errors()]
-    while found:
-        one = found.pop()
-        if isinstance(one, BaseException) and one.__traceback__ is not None:
-            traceback.clear_frames(one.__traceback__)
-            one.__traceback__ = None
-            found += [one.__cause__, one.__context__]
+        pending += [detail.get("ctx", {}).get("error") for detail in error.errors()]
+    while pending:
+        exception = pending.pop()
+        if isinstance(exception, BaseException) and exception.__traceback__ is not None:
+            traceback.clear_frames(exception.__traceback__)
+            exception.__traceback__ = None
+            pending += [exception.__cause__, exception.__context__]
 
 
 def install(app: FastAPI, refuse_route: Callable[[int, Scope], ApiError]) -> None:

@@ -7,23 +7,11 @@ from dataclasses import dataclass
 
 import httptools
 
+from chunkattn.web.errors import ApiError
+
 Header = tuple[bytes, bytes]
 _VERSIONS = ("1.0", "1.1")
 _SCHEMES = (b"http", b"https")
-
-
-class BadRequestError(Exception):
-    """Bytes that no application sees: the server answers by itself, and closes the connection.
-
-    Args:
-        status: HTTP status.
-        message: text for people.
-        code: identifier for programs.
-    """
-
-    def __init__(self, status: int, message: str, code: str) -> None:
-        super().__init__(message)
-        self.status, self.message, self.code = status, message, code
 
 
 @dataclass(frozen=True)
@@ -50,33 +38,33 @@ def check_framing(method: bytes, version: str, headers: Sequence[Header]) -> Non
         headers: names in lower case, and values.
 
     Raises:
-        BadRequestError: 501 for CONNECT and for transfer codings before `chunked`; 505 for HTTP/0.9 and HTTP/2; 400 for a
+        ApiError: 501 for CONNECT and for transfer codings before `chunked`; 505 for HTTP/0.9 and HTTP/2; 400 for a
             transfer coding in HTTP/1.0, beside a Content-Length, or that does not end with `chunked`.
     """
     if version not in _VERSIONS:
-        raise BadRequestError(505, f"HTTP/{version} is not served; send HTTP/1.1", "http_version_not_supported")
+        raise ApiError(505, f"HTTP/{version} is not served; send HTTP/1.1", code="http_version_not_supported")
     if method == b"CONNECT":  # what follows belongs to the tunnel, so the connection has no next request
-        raise BadRequestError(501, "CONNECT is not served, because this server is no proxy", "method_not_supported")
+        raise ApiError(501, "CONNECT is not served, because this server is no proxy", code="method_not_supported")
     codings = [value for name, value in headers if name == b"transfer-encoding"]
     if not codings:
         return
     if version == "1.0":
-        raise BadRequestError(400, "HTTP/1.0 has no Transfer-Encoding; send a Content-Length, or HTTP/1.1", "invalid_http")
+        raise ApiError(400, "HTTP/1.0 has no Transfer-Encoding; send a Content-Length, or HTTP/1.1", code="invalid_http")
     if any(name == b"content-length" for name, _ in headers):
-        raise BadRequestError(400, "the request has Content-Length and Transfer-Encoding; send one of them", "invalid_http")
+        raise ApiError(400, "the request has Content-Length and Transfer-Encoding; send one of them", code="invalid_http")
     listed = [coding.strip().lower() for coding in b",".join(codings).split(b",")]
     if listed[-1] != b"chunked":
-        raise BadRequestError(400, "a Transfer-Encoding must end with chunked, else the body has no end", "invalid_http")
+        raise ApiError(400, "a Transfer-Encoding must end with chunked, else the body has no end", code="invalid_http")
     if len(listed) > 1:
         text = "the only transfer coding that is read is chunked; compress a body with Content-Encoding instead"
-        raise BadRequestError(501, text, "unsupported_transfer_encoding")
+        raise ApiError(501, text, code="unsupported_transfer_encoding")
 
 
 def read_target(target: bytes) -> Target:
     """Return the parts of a target in origin, absolute or asterisk form.
 
     Raises:
-        BadRequestError: 400, it has none of these forms.
+        ApiError: 400, it has none of these forms.
     """
     try:
         parts = httptools.parse_url(target)
@@ -89,4 +77,4 @@ def read_target(target: bytes) -> Target:
             return Target(parts.path or b"/", parts.query or b"", authority)
     except (httptools.HttpParserError, UnicodeDecodeError):
         pass
-    raise BadRequestError(400, f"the target of a request must be a path, got {ascii(target[:100])[2:-1]}", "invalid_path")
+    raise ApiError(400, f"the target of a request must be a path, got {ascii(target[:100])[2:-1]}", code="invalid_path")

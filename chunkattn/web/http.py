@@ -4,30 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import http
-import json
 import logging
 import time
 import urllib.parse
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
+import msgspec
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from chunkattn.web.errors import ApiError
 from chunkattn.web.exchange import Exchange, HeldFlow, LingeringTransport
-from chunkattn.web.heads import BadRequestError, Header, check_framing, read_target
+from chunkattn.web.heads import Header, check_framing, read_target
+from chunkattn.web.keys import Keys
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
 
 logger = logging.getLogger(__name__)
 
 LONGEST_HEAD = 1 << 16
 """Size limit in bytes of a request line with its headers, and of a body's trailers; longer input is answered with 400."""
-HEAD_TOO_LONG = f"The request line and headers exceed {LONGEST_HEAD} bytes."
 LOWEST_RATE = 256
 """Lowest rate in bytes per second at which a client must send a body, and read an answer."""
-_NO_HTTP = "the bytes that were sent are not an HTTP/1.1 request"
 _H2_PREFACE = (b"PRI", b"*")
 _LINGER_S, _LAST_LINGER_S = 2.0, 0.25
 """Seconds for which a closed connection is read, while the server runs and while it stops."""
@@ -38,37 +39,78 @@ _MOST_WAITING = 16
 _CHECK_S = 0.25
 _PROBE_S, _LONGEST_PROBE_S = 0.1, 5.0
 _LOG_EVERY_S = 10.0
+_MOST_EXTRA = 64
+"""Strangers that are accepted at most while all connections are taken."""
 
 
-def error_body(status: int, text: str, code: str) -> bytes:
-    """Return the JSON body of an error that is answered before the application sees the request.
+def head_too_long() -> ApiError:
+    """Return the refusal of a head over `LONGEST_HEAD`."""
+    return ApiError(400, f"The request line and headers exceed {LONGEST_HEAD} bytes.", code="invalid_http")
 
-    Args:
-        status: HTTP status.
-        text: message of the error.
-        code: code of the error.
-    """
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return json.dumps({"error": {"message": text, "type": kind, "param": None, "code": code}}).encode()
+
+def _too_many() -> ApiError:
+    return ApiError(503, "the server has too many connections; try again", code="too_many_connections")
 
 
 @dataclass
 class ConnectionLimits:
     """State shared by all connections of a server.
 
+    A connection is a stranger until a request on it brings a valid key, or any request where no key is needed. Health probes
+    make no difference. Strangers have three quarters of the connections, and a few places more while all are taken. A new one
+    takes the place of the oldest idle one, so those who send nothing keep nobody out.
+
     Attributes:
         config: options of the server.
         most: limit on open connections; lower than `max_connections` if the operating system allows fewer files.
+        keys: API keys; None if no key is needed.
         draining: whether every answer ends its connection, because the server stops soon.
+        strangers: the strangers, oldest first.
+        known: number of other connections.
         refused: connections refused since the start.
         logged: time of the last log line about refusals, in seconds of the monotonic clock.
     """
 
     config: ServerConfig
     most: int
+    keys: Keys | None = None
     draining: bool = False
+    strangers: dict[BoundedHttp, None] = field(default_factory=dict)
+    known: int = 0
     refused: int = 0
     logged: float = float("-inf")
+
+    def admit(self, connection: BoundedHttp) -> None:
+        """Count a new connection; over the limit, refuse the oldest idle stranger, or else the new one."""
+        self.strangers[connection] = None
+        room = max(min(self.most - self.most // 4, self.most - self.known), min(self.most // 32, _MOST_EXTRA))
+        if len(self.strangers) > room:
+            oldest = next((stranger for stranger in self.strangers if stranger.is_idle), connection)
+            del self.strangers[oldest]
+            self.note_refused()
+            oldest.refuse()
+
+    def meet(self, connection: BoundedHttp, path: bytes, headers: Iterable[Header]) -> None:
+        """Count a stranger among the known connections if its request shows who it is.
+
+        Raises:
+            ApiError: 503, there are `most` connections.
+        """
+        if connection not in self.strangers or path.rstrip(b"/").decode("latin-1").endswith(OPEN_PATHS):
+            return
+        authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
+        if self.keys is None or not self.keys.needed or self.keys.holder(authorization) is not None:
+            if self.known >= self.most:
+                self.note_refused()
+                raise _too_many()
+            del self.strangers[connection]
+            connection.is_known = True
+            self.known += 1
+
+    def leave(self, connection: BoundedHttp) -> None:
+        """Count a connection that has ended."""
+        self.strangers.pop(connection, None)
+        self.known -= connection.is_known
 
     def note_refused(self) -> None:
         """Count a connection over the limit; log one line per 10 s."""
@@ -102,7 +144,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._limits = limits
+        self._limits, self.is_known = limits, False
         self.timeout_keep_alive = limits.config.timeout_keep_alive  # type: ignore[assignment]
         self._keep_alive_header = b"keep-alive", b"timeout=%d" % int(limits.config.timeout_keep_alive)
         self.url = b""
@@ -114,7 +156,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._half_closed = False
         self._running: Exchange | None = None  # the request that is being answered; later ones wait in `pipeline`
         self._offered: list[Header] | None = None  # headers of a request that offers an upgrade, while it is read again
-        self._fault: BadRequestError | None = None  # raised in a callback of the parser, which loses the exception
+        self._fault: ApiError | None = None  # raised in a callback of the parser, which loses the exception
         self._is_deaf = False  # further bytes are no requests
         self._last_words = b""  # answer to the bytes behind the last request
 
@@ -123,12 +165,20 @@ class BoundedHttp(HttpToolsProtocol):
         lingering = LingeringTransport(transport, self.loop, lambda: _LAST_LINGER_S if self._limits.draining else _LINGER_S)
         super().connection_made(lingering)  # type: ignore[arg-type]
         self.flow = HeldFlow(lingering)
-        if len(self.connections) > self._limits.most:
-            self._limits.note_refused()
-            self._refuse(503, "the server has too many connections; try again", "too_many_connections", linger=False)
+        self._limits.admit(self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request is being answered."""
+        return self._running is None
+
+    def refuse(self) -> None:
+        """Answer 503, and close."""
+        self._refuse(_too_many(), linger=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the work of all requests of the connection."""
+        self._limits.leave(self)
         for waiting in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if isinstance(waiting, Exchange):
                 waiting.drop()
@@ -153,7 +203,7 @@ class BoundedHttp(HttpToolsProtocol):
             return
         self._fed = 0 if self._moved else self._fed + len(data)
         if self._fed > LONGEST_HEAD and not self.transport.is_closing():
-            self.send_400_response(HEAD_TOO_LONG)
+            self._refuse(head_too_long())
 
     def _parse(self, data: bytes) -> None:
         """Parse bytes.
@@ -182,11 +232,11 @@ class BoundedHttp(HttpToolsProtocol):
     def _refuse_bytes(self) -> None:
         """Answer bytes that the parser has refused."""
         if self._fault is not None:
-            self._refuse(self._fault.status, self._fault.message, self._fault.code)
+            self._refuse(self._fault)
         elif (self.parser.get_method(), self.url) == _H2_PREFACE:
-            self._refuse(505, "HTTP/2 is not served; send HTTP/1.1", "http_version_not_supported")
+            self._refuse(ApiError(505, "HTTP/2 is not served; send HTTP/1.1", code="http_version_not_supported"))
         else:
-            self.send_400_response(_NO_HTTP)
+            self.send_400_response("the bytes that were sent are not an HTTP/1.1 request")
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Handle the client's end of sending. The client may have left, or may wait for its answers.
@@ -266,26 +316,25 @@ class BoundedHttp(HttpToolsProtocol):
             if self._running is not None:  # the header timeout of the next request starts after this answer
                 self._since = now
             elif now - self._since > config.header_timeout_s:
-                self._refuse(
-                    408, f"the request's headers took longer than header_timeout_s {config.header_timeout_s:g}", "timeout"
-                )
+                text = f"the request's headers took longer than header_timeout_s {config.header_timeout_s:g}"
+                self._refuse(ApiError(408, text, code="timeout"))
         elif self.flow.read_paused:  # the server paused reading, so the client's timeout restarts
             self._await("body")
         elif now - self._since > config.body_timeout_s:
             if self._received < LOWEST_RATE * config.body_timeout_s:
                 text = f"less than {LOWEST_RATE} bytes a second of the body came in body_timeout_s {config.body_timeout_s:g}"
-                self._refuse(408, text, "timeout")
+                self._refuse(ApiError(408, text, code="timeout"))
             else:
                 self._await("body")
 
     def send_400_response(self, msg: str) -> None:
         """Answer bytes that are not an HTTP request, and close."""
-        self._refuse(400, msg, "invalid_http")
+        self._refuse(ApiError(400, msg, code="invalid_http"))
 
-    def _refuse(self, status: int, text: str, code: str, *, linger: bool = True) -> None:
+    def _refuse(self, error: ApiError, *, linger: bool = True) -> None:
         """Answer what is being received with an error, after the answers before it, and close; cut an answer that has begun."""
         self._is_deaf = True
-        answer, running = _error_answer(status, text, code), self._running
+        answer, running = _error_answer(error), self._running
         if self._phase == "body":
             if self.cycle is not running and not self.cycle.response_complete:
                 self.pipeline.popleft()  # the newest
@@ -318,11 +367,11 @@ class BoundedHttp(HttpToolsProtocol):
         """Add a header; drop a trailer after the body, which must not pass for a header (RFC 9110, 6.5.1).
 
         Raises:
-            BadRequestError: the headers exceed `LONGEST_HEAD`.
+            ApiError: the headers exceed `LONGEST_HEAD`.
         """
         self._told += len(name) + len(value)
         if self._told > LONGEST_HEAD:
-            self._fault = BadRequestError(400, HEAD_TOO_LONG, "invalid_http")
+            self._fault = head_too_long()
             raise self._fault
         if self._phase != "body":
             super().on_header(name, value)
@@ -331,7 +380,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Start the request once its headers are complete.
 
         Raises:
-            BadRequestError: the head breaks a rule of HTTP.
+            ApiError: the head breaks a rule of HTTP.
         """
         self._moved = True
         method, version = self.parser.get_method(), self.parser.get_http_version()
@@ -342,7 +391,8 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             check_framing(method, version, self.headers)
             target = read_target(self.url)
-        except BadRequestError as error:
+            self._limits.meet(self, target.path, self.headers)
+        except ApiError as error:
             self._fault = error
             raise
         if target.authority is not None:  # replaces the Host header (RFC 9112, 3.2.2)
@@ -420,10 +470,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
 
-def _error_answer(status: int, text: str, code: str) -> bytes:
+def _error_answer(error: ApiError) -> bytes:
     """Return the bytes of an error after which the connection closes."""
-    body = error_body(status, text, code)
-    lines = [f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}", "content-type: application/json"]
-    lines += ["retry-after: 1"] if status == 503 else []
-    lines += ["x-content-type-options: nosniff", "connection: close", f"content-length: {len(body)}"]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+    body = msgspec.json.encode(error.body)
+    fixed = {"content-type": "application/json", "x-content-type-options": "nosniff", "connection": "close"}
+    headers = {**error.headers, **fixed, "content-length": len(body)}
+    lines = [f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}"]
+    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode() + body

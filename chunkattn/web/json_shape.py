@@ -49,10 +49,10 @@ def measure(text: bytes) -> Shape:
         if escapes or is_backslash.any():
             escaped, escapes = _escaped(is_backslash, escapes)
             marks &= ~escaped
-        found = int(marks.sum())
+        count = int(marks.sum())
         inside = np.bitwise_xor.accumulate(marks.view(np.uint8)).view(bool) ^ in_string
-        in_string ^= bool(found % 2)
-        quotes += found
+        in_string ^= bool(count % 2)
+        quotes += count
         outside = ~inside
         values += int(((piece == _COMMA) & outside).sum())
         opened = ((piece == _OPEN[0]) | (piece == _OPEN[1])) & outside

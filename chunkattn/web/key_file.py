@@ -64,6 +64,6 @@ def _read(file: str) -> bytes:
     return content
 
 
-def _check_regular(file: str, found: os.stat_result) -> None:
-    if not stat.S_ISREG(found.st_mode):
+def _check_regular(file: str, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
         raise ConfigError(f"api_key_file {file} is not a regular file; give the path of a file of name:key lines")

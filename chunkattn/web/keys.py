@@ -8,12 +8,12 @@ import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from chunkattn.errors import ConfigError
-from chunkattn.web.body_shares import BodyShares
+from chunkattn.fair_shares import FairShares
+from chunkattn.fair_threads import FairThreads
 from chunkattn.web.errors import ApiError
 from chunkattn.web.key_file import read_key_file
 
@@ -59,25 +59,25 @@ class Keys:
 
     def _read(self) -> dict[bytes, str]:
         """Return names by the digests of their keys, so the time of a lookup reveals nothing about a key."""
-        found = {} if self._api_key is None else {_digest(self._api_key): DEFAULT_NAME}
-        if self._metrics_key in found:
+        name_of = {} if self._api_key is None else {_digest(self._api_key): DEFAULT_NAME}
+        if self._metrics_key in name_of:
             raise ConfigError("metrics_key is the api_key; give /metrics a key of its own")
         if self.file is None:
-            return found
-        names = set(found.values())
+            return name_of
+        names = set(name_of.values())
         for where, name, key in read_key_file(self.file):
             digest = _digest(key)
             if name in names:
                 raise ConfigError(f"{where}: the name {name!r} is taken; give every key a name of its own")
-            if digest in found:
-                raise ConfigError(f"{where}: {name!r} has the key of {found[digest]!r}; give every name a key of its own")
+            if digest in name_of:
+                raise ConfigError(f"{where}: {name!r} has the key of {name_of[digest]!r}; give every name a key of its own")
             if digest == self._metrics_key:
                 raise ConfigError(f"{where}: {name!r} has the metrics_key; give /metrics a key of its own")
-            found[digest] = name
+            name_of[digest] = name
             names.add(name)
-        if not found:
+        if not name_of:
             raise ConfigError(f"api_key_file {self.file} holds no key, so every request would be refused; add a name:key line")
-        return found
+        return name_of
 
     @property
     def needed(self) -> bool:
@@ -162,18 +162,18 @@ class KeyReloader:
 
     async def run(self) -> None:
         """Serve the calls of `ask` until cancelled."""
-        thread = ThreadPoolExecutor(1, "api-keys")  # clients can fill the shared threads
+        thread = FairThreads(1)  # clients can fill the shared threads
         try:
             while True:
                 await self._asked.wait()
                 self._asked.clear()
                 await self._reload(thread)
         finally:
-            thread.shutdown(wait=False)
+            thread.close()
 
-    async def _reload(self, thread: ThreadPoolExecutor) -> None:
+    async def _reload(self, thread: FairThreads) -> None:
         try:
-            removed = await asyncio.get_running_loop().run_in_executor(thread, self._keys.reload)
+            removed = await thread.run(self._keys.reload)
         except ConfigError as error:
             logger.error("the API keys stay as they are: %s", error)
             return
@@ -189,15 +189,15 @@ class KeyReloader:
 
 def _given(authorization: str) -> bytes | None:
     """Return the digest of the key in an Authorization header, or None if it holds none."""
-    scheme, _, given = authorization.partition(" ")
+    scheme, _, key = authorization.partition(" ")
     if scheme.lower() == "basic":  # browsers prompt for it
         try:
-            given = base64.b64decode(given, validate=True).decode().partition(":")[2]
+            key = base64.b64decode(key, validate=True).decode().partition(":")[2]
         except ValueError:
             return None
     elif scheme.lower() != "bearer":
         return None
-    return _digest(given.strip())
+    return _digest(key.strip())
 
 
 def _digest(key: str) -> bytes:
@@ -219,7 +219,7 @@ class Shares:
     """
 
     most: int
-    bodies: BodyShares
+    bodies: FairShares
     held: Counter[str] = field(default_factory=Counter)
 
 
@@ -235,7 +235,6 @@ class Caller:
         num_bytes: number of bytes of its body that this request holds.
         tag: digest of the API key.
         salt_mark: short digest of the request's own cache salt, for the log; None without one.
-        at_end: functions to call when the answer has ended.
     """
 
     name: str | None
@@ -245,23 +244,22 @@ class Caller:
     num_bytes: int = 0
     tag: str = ""
     salt_mark: str | None = None
-    at_end: list[Callable[[], None]] = field(default_factory=list)
 
-    def salt(self, given: str | None) -> str | None:
+    def salt(self, request_salt: str | None) -> str | None:
         """Return the engine's cache salt: unique to the name, the key and the given salt.
 
         Args:
-            given: salt from the request.
+            request_salt: salt from the request.
         """
-        as_bytes = None if given is None else given.encode("utf-8", "surrogatepass")
+        as_bytes = None if request_salt is None else request_salt.encode("utf-8", "surrogatepass")
         if as_bytes is not None:
             self.salt_mark = hashlib.sha256(as_bytes).hexdigest()[:8]
         if self.name is None:
-            return given
-        own = KeyHolder(self.name, self.tag).salt
+            return request_salt
+        holder_salt = KeyHolder(self.name, self.tag).salt
         if as_bytes is None:
-            return own
-        return f"{own}:{hashlib.blake2b(as_bytes, digest_size=16).hexdigest()}"
+            return holder_salt
+        return f"{holder_salt}:{hashlib.blake2b(as_bytes, digest_size=16).hexdigest()}"
 
     def take(self, places: int) -> None:
         """Take queue places; `leave` returns them.
@@ -278,7 +276,7 @@ class Caller:
             text = (
                 f"{whose} may hold {self.shares.most} places of the queue (max_queue_share); send fewer at once, or try again"
             )
-            raise ApiError(429, text, code="queue_share_exceeded", **{"Retry-After": "1"})
+            raise ApiError(429, text, code="queue_share_exceeded")
         self.places += places
         if self.name is not None:
             self.shares.held[self.name] += places
@@ -300,11 +298,11 @@ class Caller:
                 await bodies.take(self.owner, size)
         except TimeoutError:
             text = (
-                f"the request bodies of one client may hold {bodies.most} bytes at once (max_body_bytes_per_client); "
+                f"the request bodies of one client may hold {bodies.most_each} bytes at once (max_body_bytes_per_client); "
                 "send fewer large bodies at once, or try again"
             )
-            headers = {"Retry-After": "1", "Connection": "close"}  # the rest of the body is left unread
-            raise ApiError(429, text, code="body_share_exceeded", **headers) from None
+            # The rest of the body is left unread.
+            raise ApiError(429, text, code="body_share_exceeded", Connection="close") from None
         self.num_bytes = size
 
     def keep_bytes(self, size: int) -> None:
@@ -318,9 +316,7 @@ class Caller:
             self.num_bytes = size
 
     def leave(self) -> None:
-        """Return all queue places and bytes of this request, and call the functions of `at_end`."""
-        for call in self.at_end:
-            call()
+        """Return all queue places and bytes of this request."""
         self.keep_bytes(0)
         if self.name is not None:
             self.shares.held[self.name] -= self.places

@@ -7,26 +7,24 @@ import re
 import secrets
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chunkattn.addresses import is_loopback
-from chunkattn.fair_threads import OWNER
+from chunkattn.fair_shares import OWNER
 from chunkattn.request_record import RECORD, RequestRecord
 from chunkattn.web.errors import ApiError, api_error, too_large
-from chunkattn.web.keys import Caller, Keys, Shares
+from chunkattn.web.http_state import HttpState
+from chunkattn.web.keys import Caller
 from chunkattn.web.names import is_host, names_this_machine
-from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
 from chunkattn.web.request_log import TIMING_HEADER, TOKENS_HEADER, fields_of, text_of, timing_header, tokens_header
 from chunkattn.web.tracing import RequestSpan
 
 logger = logging.getLogger("chunkattn.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-OPEN_PATHS = ("/health", "/livez", "/ping", "/readyz")
-"""Routes open without a key, because health probes have no key."""
 METRICS_PATH, REPORT_PATH = "/metrics", "/v1/cache/report"
 """Routes about all clients; `metrics_key` alone opens them if it is set."""
 REPLICA_HEADER = "x-chunkattn-replica"
@@ -35,33 +33,6 @@ _TYPESAFE_PATHS = ("/v1/systemone", "/v1/models")
 """Routes of TypeSafe's clients, which read the request id from a header of their own."""
 _SINGLE = ("host", "authorization")
 """Headers of which two would be read differently by two servers."""
-_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
-
-
-class HttpMetrics:
-    """Metrics of the HTTP server, in a Prometheus registry of its own. Times are in seconds.
-
-    Attributes:
-        registry: the Prometheus registry.
-        running: requests being answered.
-        requests: counter of answered requests, by route and status.
-        seconds: histogram of the time from a request to the end of its answer, by route.
-    """
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.running = 0
-        self._running = Gauge("chunkattn_http_requests_now", "Requests being answered", registry=self.registry)
-        self._running.set_function(lambda: self.running)
-        labels = ["route", "status"]
-        self.requests = Counter("chunkattn_http_requests", "Requests answered", labels, registry=self.registry)
-        self.seconds = Histogram(
-            "chunkattn_http_seconds",
-            "From a request to the end of its answer",
-            ["route"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
 
 
 class Gate:
@@ -72,9 +43,9 @@ class Gate:
     that holds the request id alone.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: HttpMetrics, keys: Keys, shares: Shares) -> None:
-        self.app, self.config, self.metrics, self.keys, self.shares = app, config, metrics, keys, shares
-        self._local_only = not keys.needed and is_loopback(config.host)
+    def __init__(self, app: ASGIApp, state: HttpState) -> None:
+        self.app, self.config, self.metrics, self.keys, self.shares = app, state.config, state.metrics, state.keys, state.shares
+        self._local_only = not state.keys.needed and is_loopback(state.config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it to the app."""
@@ -84,8 +55,8 @@ class Gate:
         headers, record, status, replica = Headers(scope=scope), RequestRecord(time.perf_counter()), 0, None
         _drop_last_slash(scope)
         span = RequestSpan(headers, scope["method"])
-        given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if _REQUEST_ID.fullmatch(client_id) else secrets.token_hex(16)
         holder = self.keys.holder(headers.get("authorization", "")) if self.keys.needed else None
         # Names separate clients only if a file defines several.
         named = holder if self.config.api_key_file is not None else None
@@ -184,9 +155,9 @@ class Gate:
         whole = {"method": scope["method"], "path": path, "route": route, "status": status, "seconds": seconds}
         fields = {**named, **whole, **about}
         text = "%(method)s %(path)s %(status)d in %(seconds).3f s (%(id)s)" + " from %(replica)s" * ("replica" in named)
-        told = {name: named[name] for name in ("key", "salt") if name in named} | about
-        if told:
-            text += " " + text_of(told).replace("%", "%%")
+        shown = {name: named[name] for name in ("key", "salt") if name in named} | about
+        if shown:
+            text += " " + text_of(shown).replace("%", "%%")
         # A gateway asks for reports every second.
         level = logging.DEBUG if (route_path(scope), status) == (REPORT_PATH, 200) else logging.INFO
         logger.log(level, text, fields, extra={"request": fields})
@@ -223,12 +194,12 @@ class HeadAsGet:
         async def headers_alone(message: Message) -> None:
             await send({**message, "body": b""} if message["type"] == "http.response.body" else message)
 
-        own = {**scope, "method": "GET"}
+        as_get = {**scope, "method": "GET"}
         try:
-            await self.app(own, receive, headers_alone)
+            await self.app(as_get, receive, headers_alone)
         finally:
-            if "route" in own:  # the outer middleware labels its metrics by route
-                scope["route"] = own["route"]
+            if "route" in as_get:  # the outer middleware labels its metrics by route
+                scope["route"] = as_get["route"]
 
 
 def route_path(scope: Scope) -> str:

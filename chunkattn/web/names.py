@@ -24,31 +24,31 @@ def names_this_machine(host: str) -> bool:
     return is_loopback(name[1:-1] if name.startswith("[") and name.endswith("]") else name)
 
 
-def origin(given: str) -> str:
+def origin(text: str) -> str:
     """Return an origin as browsers send it: in lower case, without a slash at its end or the scheme's own port.
 
     Args:
-        given: origin, or `*` for all.
+        text: origin, or `*` for all.
 
     Raises:
         ConfigError: it is no origin.
     """
-    if given in ("*", "null"):  # pages without an origin of their own, such as files
-        return given
-    found = _ORIGIN.fullmatch(given.strip())
-    if found is None:
-        text = f"allowed_origins {given!r} is no origin; give a scheme, a host and perhaps a port, such as https://app.example"
+    if text in ("*", "null"):  # pages without an origin of their own, such as files
+        return text
+    match = _ORIGIN.fullmatch(text.strip())
+    if match is None:
+        text = f"allowed_origins {text!r} is no origin; give a scheme, a host and perhaps a port, such as https://app.example"
         raise ConfigError(f"{text}, without a path or wildcards, or * for every page")
-    scheme, host, port = found[1].lower(), found[2].lower(), found[3]
+    scheme, host, port = match[1].lower(), match[2].lower(), match[3]
     try:
         if host.startswith("["):
             host = f"[{ipaddress.IPv6Address(host[1:-1]).compressed}]"
         elif not host.isascii():
             host = host.encode("idna").decode("ascii")
     except ValueError as error:
-        raise ConfigError(f"allowed_origins {given!r} has no valid host: {error}") from None
+        raise ConfigError(f"allowed_origins {text!r} has no valid host: {error}") from None
     if port is None or int(port) == _PORTS.get(scheme):
         return f"{scheme}://{host}"
     if not 0 < int(port) < 65536:
-        raise ConfigError(f"allowed_origins {given!r} has no valid port; ports are 1 to 65535")
+        raise ConfigError(f"allowed_origins {text!r} has no valid port; ports are 1 to 65535")
     return f"{scheme}://{host}:{int(port)}"

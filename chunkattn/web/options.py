@@ -56,8 +56,9 @@ class ServerConfig:
         max_pinned_share: share of the KV pool's pages that the pinned documents of all keys together may hold.
         max_pinned_share_per_key: share of the KV pool's pages that the pinned documents of one named API key may hold.
         max_cached_documents_per_key: number of stored documents of one named API key.
-        max_connections: number of open connections; further connections are answered with 503. The process's limit on open
-            files may lower this number.
+        max_connections: number of open connections; further connections are answered with 503. Connections that have not
+            brought a valid key, or without keys no request, may be three quarters of them: a further one takes the place of
+            the oldest idle one. Health probes always find a place. The process's limit on open files may lower this number.
         header_timeout_s: time limit in seconds for the headers of a request, from its first byte or from the opening of the
             connection.
         body_timeout_s: period in seconds in which a client must send 256 bytes of the body per second on average; a slower
@@ -151,24 +152,24 @@ class ServerConfig:
                 raise ConfigError(f"{option.name} must be at most 1, got {value}")
 
 
-def _texts(name: str, given: str | Sequence[str]) -> tuple[str, ...]:
+def _texts(name: str, value: str | Sequence[str]) -> tuple[str, ...]:
     """Return the entries of an option that holds several texts.
 
     Args:
         name: name of the option.
-        given: a text or a list of texts. A text may be a JSON list, the form that vLLM's flags take.
+        value: a text or a list of texts. A text may be a JSON list, the form that vLLM's flags take.
 
     Raises:
         ConfigError: an entry is not a text, or empty.
     """
-    found: list[str] = []
-    for entry in [given] if isinstance(given, str) else given:
+    texts: list[str] = []
+    for entry in [value] if isinstance(value, str) else value:
         try:
-            found += json.loads(entry) if isinstance(entry, str) and entry.startswith("[") else [entry]
+            texts += json.loads(entry) if isinstance(entry, str) and entry.startswith("[") else [entry]
         except ValueError as error:
             raise ConfigError(f"{name} {entry!r} is not a JSON list: {error}") from None
-    if not all(isinstance(entry, str) for entry in found):
-        raise ConfigError(f"{name} must hold texts, got {found!r}")
-    if "" in found:
+    if not all(isinstance(entry, str) for entry in texts):
+        raise ConfigError(f"{name} must hold texts, got {texts!r}")
+    if "" in texts:
         raise ConfigError(f"{name} must not be empty; leave it out instead")
-    return tuple(found)
+    return tuple(texts)

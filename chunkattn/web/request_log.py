@@ -31,15 +31,15 @@ def fields_of(record: RequestRecord, summary: RequestSummary | None, seconds: fl
         seconds: seconds of the whole request.
         slow_s: seconds from which a request is slow; 0 for none.
     """
-    found: dict[str, Any] = record.route | {"prepare_s": record.upload_s} if record.route else {}
+    fields: dict[str, Any] = record.route | {"prepare_s": record.upload_s} if record.route else {}
     if summary is not None:
-        found |= {name: value for name, value in asdict(summary).items() if value is not None}
-        del found["last_s"], found["answered"]
+        fields |= {name: value for name, value in asdict(summary).items() if value is not None}
+        del fields["last_s"], fields["answered"]
         if not summary.answered:
-            found = {name: value for name, value in found.items() if name not in _UNKNOWN_AT_FIRST}
+            fields = {name: value for name, value in fields.items() if name not in _UNKNOWN_AT_FIRST}
     if slow_s and seconds >= slow_s:
-        found["slow"] = _slowest(record, seconds) if summary is None else summary.slowest(seconds)
-    return found
+        fields["slow"] = _slowest(record, seconds) if summary is None else summary.slowest(seconds)
+    return fields
 
 
 def _slowest(record: RequestRecord, seconds: float) -> str:

@@ -30,9 +30,9 @@ class RouteTable:
 
     def methods(self, path: str) -> list[str]:
         """Return the methods of a path, HEAD included where GET is; an empty list for an unknown path."""
-        found = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
-        found |= {"GET"} if path == _SCHEMA else set()
-        return sorted(found | ({"HEAD"} if "GET" in found else set()))
+        methods = {method for route in self._routes if route.path_regex.match(path) for method in route.methods or ()}
+        methods |= {"GET"} if path == _SCHEMA else set()
+        return sorted(methods | ({"HEAD"} if "GET" in methods else set()))
 
     def refusal(self, status: int, scope: Scope) -> ApiError:
         """Return the answer to a request that no route takes.

@@ -40,7 +40,7 @@ _OPERATIONS = {
 _NS = 1_000_000_000
 
 
-def wanted() -> str | None:
+def export_variable() -> str | None:
     """Return the name of the variable that asks for spans, or None."""
     if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
         return None
@@ -55,7 +55,7 @@ def set_up_tracing(service: str) -> None:
     Args:
         service: name of the service, if `OTEL_SERVICE_NAME` has none.
     """
-    if (variable := wanted()) is None:
+    if (variable := export_variable()) is None:
         return
     if trace is not None and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         logger.info("spans go to the tracer provider that this process has")
@@ -135,7 +135,7 @@ class RequestSpan:
             return
         route, status, seconds = fields["route"], fields["status"], fields["seconds"]
         span.update_name(f"{fields['method']} {route}")
-        found = {
+        attributes = {
             "http.request.method": fields["method"],
             "http.route": route,
             "url.path": fields["path"],
@@ -148,8 +148,8 @@ class RequestSpan:
             "chunkattn.slow": fields.get("slow"),
         }
         if summary is not None:
-            found |= self._of_engine(summary, seconds)
-        span.set_attributes({name: value for name, value in found.items() if value is not None})
+            attributes |= self._of_engine(summary, seconds)
+        span.set_attributes({name: value for name, value in attributes.items() if value is not None})
         if status >= 500:
             span.set_status(trace.StatusCode.ERROR)
             span.set_attribute("error.type", str(status))
@@ -168,7 +168,7 @@ class RequestSpan:
             if ended > began:
                 child = self._tracer.start_span(name, context, start_time=self._began + int(began * _NS))
                 child.end(self._began + int(ended * _NS))
-        found: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "gen_ai.usage.input_tokens": summary.prompt_tokens,
             "gen_ai.usage.prompt_tokens": summary.prompt_tokens,
             "gen_ai.latency.e2e": seconds,
@@ -176,7 +176,7 @@ class RequestSpan:
             "chunkattn.document_tokens": summary.document_tokens,
         }
         if summary.answered:
-            found |= {
+            attributes |= {
                 "gen_ai.usage.output_tokens": summary.completion_tokens,
                 "gen_ai.usage.completion_tokens": summary.completion_tokens,
                 "gen_ai.usage.cache_read.input_tokens": summary.cached_tokens,
@@ -187,4 +187,4 @@ class RequestSpan:
                 "chunkattn.computed_tokens": summary.computed_tokens,
                 "chunkattn.cached_document_tokens": summary.cached_document_tokens,
             }
-        return found
+        return attributes

@@ -9,12 +9,12 @@ import httpx
 import pytest
 
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, Scope
+from chunkattn.fair_shares import FairShares
 from chunkattn.gateway.document_ids import with_texts
 from chunkattn.gateway.document_places import remote_id
 from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError
 from chunkattn.server.app import create_app
-from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Caller, Keys, Shares
 from chunkattn.web.options import ServerConfig
@@ -405,6 +405,7 @@ def test_a_new_gateway_has_every_document_and_pins_it_again(llm, tmp_path):
             await until(lambda: set(replicas.pinned()) == set(TEXTS[3:]))
             assert await after.listed() == ["note-3", "note-4", "note-5"]
             body = {"documents": [{"id": "note-0"}]}
+            after.documents.note(ANA)
             assert after.documents.resolve("/v1/chat/completions", body, ANA)["documents"] == [TEXTS[0]]
             await until(lambda: set(replicas.pinned()) == set(TEXTS))  # its key is known from its first request on
         keyed = Cluster(llm, tmp_path / "documents", Apps(llm, ["a"]), authorization=b"Bearer gateway")
@@ -474,7 +475,7 @@ def test_a_new_text_under_an_id_replaces_the_former_everywhere(llm):
 def test_the_application_answers_like_a_server(llm):
     async def main():
         async with Cluster(llm) as cluster:
-            caller = Caller(None, Shares(8, BodyShares(1 << 20)))
+            caller = Caller(None, Shares(8, FairShares(1 << 20)))
 
             async def app(scope, receive, send):
                 scope["state"] = {"caller": caller}

@@ -198,14 +198,16 @@ def calls():
 
 def sources():
     """The text of every file that may answer with an error, without the table."""
-    folders = (SERVER, SERVER.parent / "gateway", RAY)
+    folders = (SERVER, SERVER.parent / "web", SERVER.parent / "gateway", RAY)
     return [f.read_text() for folder in folders for f in folder.rglob("*.py") if f.name != "error_codes.py"]
 
 
 def codes():
     """Every code that the server and the gateway give to an error by name."""
     found = {code for text in sources() for code in re.findall(r'code="(\w+)"', text)}
-    return found | set(re.findall(r'\d{3}: "(\w+)"', (SERVER / "errors.py").read_text())) - {"authentication_error"}
+    return found | set(re.findall(r'\d{3}: "(\w+)"', (SERVER.parent / "web" / "errors.py").read_text())) - {
+        "authentication_error"
+    }
 
 
 WITHOUT_A_FIELD = {

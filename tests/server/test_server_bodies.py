@@ -10,10 +10,10 @@ from fastapi.testclient import TestClient
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chunkattn.fair_shares import FairShares
 from chunkattn.server.app import create_app
-from chunkattn.server.bodies import SMALL_BODY
-from chunkattn.web import body_shares, json_shape
-from chunkattn.web.body_shares import BodyShares
+from chunkattn.web import json_shape
+from chunkattn.web.bodies import SMALL_BODY
 from chunkattn.web.content_codings import zstd
 from chunkattn.web.json_shape import Shape, measure
 from chunkattn.web.options import ServerConfig
@@ -101,9 +101,9 @@ BROKEN = {
 def test_broken_bodies_are_refused(client, name, monkeypatch):
     body, coding, status, code = BROKEN[name]
     if name == "many texts":
-        monkeypatch.setattr("chunkattn.server.bodies._STRINGS_PER_ITEM", 1)
+        monkeypatch.setattr("chunkattn.web.bodies._STRINGS_PER_ITEM", 1)
     if name == "many values":
-        monkeypatch.setattr("chunkattn.server.bodies._MAX_VALUES", 100_000)
+        monkeypatch.setattr("chunkattn.web.bodies._MAX_VALUES", 100_000)
     answer = post(client, body, coding)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
 
@@ -151,7 +151,7 @@ def test_a_client_waits_for_room_and_others_do_not():
     """In the order of arrival; a body beyond the share passes alone; a client that leaves takes nothing."""
 
     async def main():
-        shares, admitted = BodyShares(10), []
+        shares, admitted = FairShares(10), []
 
         async def take(name, owner, size):
             await shares.take(owner, size)
@@ -194,7 +194,7 @@ def test_a_turn_that_comes_as_its_client_leaves_is_not_lost():
     """The timeout of one waiting request and the end of another fall into one pass of the event loop."""
 
     async def main():
-        shares = BodyShares(5)
+        shares = FairShares(5)
         await shares.take("a", 5)
         waiting = asyncio.create_task(shares.take("a", 5))
         await asyncio.sleep(0)
@@ -207,11 +207,9 @@ def test_a_turn_that_comes_as_its_client_leaves_is_not_lost():
     asyncio.run(main())
 
 
-def test_few_requests_of_a_client_wait(monkeypatch):
-    monkeypatch.setattr(body_shares, "MOST_WAITING", 2)
-
+def test_few_requests_of_a_client_wait():
     async def main():
-        shares = BodyShares(5)
+        shares = FairShares(5, most_waiting=2)
         await shares.take("a", 5)
         waiting = [asyncio.create_task(shares.take("a", 5)) for _ in range(2)]
         await asyncio.sleep(0)

@@ -10,10 +10,10 @@ from fastapi.testclient import TestClient
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
+from chunkattn.fair_shares import FairShares
 from chunkattn.server.app import create_app
 from chunkattn.server.document_store import Documents
 from chunkattn.server.state import ServerState
-from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Caller, Keys, Shares
 from chunkattn.web.options import ServerConfig
@@ -106,7 +106,7 @@ def test_named_keys_are_read_again(key_file):
 
 
 def test_names_share_no_salt():
-    shares = Shares(4, BodyShares(1))
+    shares = Shares(4, FairShares(1))
     ana, ben, anybody = Caller("ana", shares, tag="1"), Caller("ben", shares, tag="2"), Caller(None, shares)
     again = Caller("ana", shares, tag="3")  # another key of the name
     given = (None, "ana", "ben", "ana:ben", "ana:1", "1")
@@ -116,7 +116,7 @@ def test_names_share_no_salt():
 
 
 def test_a_name_holds_its_share_of_the_queue_and_no_more():
-    shares = Shares(4, BodyShares(1))
+    shares = Shares(4, FairShares(1))
     first, second, other = Caller("ana", shares), Caller("ana", shares), Caller("ben", shares)
     first.take(3)
     with pytest.raises(ApiError) as refused:

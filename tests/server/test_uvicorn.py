@@ -55,9 +55,9 @@ def test_what_the_protocol_reads_exists():
         protocol = protocol_of(waiting)
         protocol.data_received(REQUEST)
         cls = class_of(http, "BoundedHttp")
-        own = {name for name in read_from(cls, "self") if name.startswith("_")} | methods(cls)
+        own = {name for name in read_from(cls, "self") if name.startswith("_")} | methods(cls) | {"is_known"}
         names = read_from(cls, "self") - own
-        assert {"cycle", "flow", "pipeline", "connections", "transport", "loop"} <= names
+        assert {"cycle", "flow", "pipeline", "transport", "loop"} <= names
         assert [name for name in sorted(names) if not hasattr(protocol, name)] == []
         for part, added in (("cycle", {"drop"}), ("flow", {"hold", "release"})):
             names = read_from(cls, f"self.{part}") - added
@@ -72,7 +72,7 @@ def test_what_the_protocol_reads_exists():
 @pytest.mark.parametrize(
     ("module", "name", "base", "ours"),
     [
-        (http, "BoundedHttp", HttpToolsProtocol, {"check_time"} | HTTPTOOLS),
+        (http, "BoundedHttp", HttpToolsProtocol, {"check_time", "is_idle", "refuse"} | HTTPTOOLS),
         (exchange, "Exchange", RequestResponseCycle, {"drop"}),
         (exchange, "HeldFlow", FlowControl, {"hold", "release"}),
         (listening, "Server", uvicorn.Server, set()),

@@ -92,12 +92,10 @@ class Replica(ReloadsKeys):
 
     async def __del__(self) -> None:
         """Close the engine. Ray calls this method after the running requests, or when their time is over."""
-        with suppress(AttributeError):  # the constructor failed
-            self.stop_reloading()
-        with suppress(AttributeError):
+        with suppress(AttributeError):  # the constructor failed before it made the rest
             await self.llm.close()
-        with suppress(AttributeError):
-            self._state.decoder.close()
+            self._state.bodies.decoder.close()
+            self.stop_reloading()
 
     async def report(self, since: int = 0, to: Any = None) -> tuple[Report, int]:
         """Return the state of this replica, and its version.

@@ -25,12 +25,12 @@ _HEADERS = {
 
 def _load() -> dict[str, tuple[bytes, str]]:
     """Return content and media type of every file of the page, by name."""
-    found = {}
+    contents = {}
     for file in (files("chunkattn.server") / "static").iterdir():
         media_type = _MEDIA_TYPES.get(file.name.rpartition(".")[2])
         if media_type is not None and file.is_file():
-            found[file.name] = (file.read_bytes(), media_type)
-    return found
+            contents[file.name] = (file.read_bytes(), media_type)
+    return contents
 
 
 # Read once, so a client's name is looked up in a dict and never becomes a path.

@@ -105,8 +105,8 @@ async def metrics(state: State) -> Response:
         text, age = await state.llm.client.recent_metrics(_METRICS_WAIT_S)
     except EngineDeadError:
         text, age = "", 0.0
-    own = state.engine_gauges.text(state.llm.client, age) + generate_latest(state.metrics.registry).decode()
-    return Response(text + own, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+    server_text = state.engine_gauges.text(state.llm.client, age) + generate_latest(state.metrics.registry).decode()
+    return Response(text + server_text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 @router.get("/info", responses=error_responses(503))
