@@ -17,7 +17,7 @@ from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.forget import FORGET, forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.gateway.policy import POLICIES
+from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.relay import CutError, Relay
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
@@ -104,7 +104,7 @@ class Gateway:
         registry = self.state.metrics.registry
         ProcessCollector(registry=registry)
         self.metrics = GatewayMetrics(registry)
-        self.policy = POLICIES[options.policy]()
+        self.policy = Policy()
         self.documents = GatewayDocuments(
             replicas,
             self.policy,

@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import suppress
 from email.message import Message
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -18,7 +17,7 @@ from starlette.background import BackgroundTask
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
-from chunkattn.server.cache_report import Noted
+from chunkattn.schema.piece_keys import Keys, keys_of
 from chunkattn.server.state import ServerState
 from chunkattn.web.content_codings import codings_of, expanded
 from chunkattn.web.errors import ApiError
@@ -58,15 +57,18 @@ class JsonRoute(APIRoute):
         handler, field = super().get_route_handler(), self.body_field
 
         async def answer(request: Request) -> Response:
-            if field is not None:
-                await _read(request, field)
-            return await handler(request)
+            keys = Keys() if field is None else await _read(request, field)
+            with request.app.state.server.reports.sent(keys):
+                return await handler(request)
 
         return answer
 
 
-async def _read(request: Request, field: Any) -> None:
+async def _read(request: Request, field: Any) -> Keys:
     """Read, decode and validate the body of a request; the handler finds the result in `request.json`.
+
+    Returns:
+        Routing keys of the request, with the option `report_documents`.
 
     Raises:
         ApiError: the body is too large, has too many values, or has an unknown content coding; or the client's other requests
@@ -78,29 +80,29 @@ async def _read(request: Request, field: Any) -> None:
     config, threads = state.config, state.llm.threads
     body = await _received(request, caller, config)
     if not body or not _is_json(request):
-        return  # the handler answers with its own error
+        return Keys()  # the handler answers with its own error
     if codings := codings_of(request.scope["headers"]):
         await caller.hold_bytes(config.max_body_bytes, config.request_timeout_s)
         body = await threads.run(expanded, body, codings, config.max_body_bytes)
         caller.keep_bytes(len(body) if len(body) > SMALL_BODY else 0)
 
-    reports, authorization = state.reports, request.headers.get("authorization", "")
+    engine, authorization = state.llm.config, request.headers.get("authorization", "")
 
-    def read() -> tuple[Any, Noted | None]:
+    def read() -> tuple[Any, Keys]:
         plain = _utf8(body)
-        _check_shape(plain, state.llm.config.max_items_per_request)
+        _check_shape(plain, engine.max_items_per_request)
         given = _decoded(plain)
         value, errors = field.validate(given, {}, loc=("body",))
         if errors:
             raise RequestValidationError(errors)
-        if reports is None or not isinstance(given, dict):
-            return value, None
-        return value, reports.find(given, value, authorization, caller.salt(given.get("cache_salt")))
+        if not config.report_documents:
+            return value, Keys()
+        separator = engine.chunk_separator if engine.enable_chunk_aware else None
+        return value, keys_of(request.scope["path"], given, authorization, separator=separator)
 
     quick = len(body) <= SMALL_BODY and sum(_bounds(body)[:3]) <= _FEW_VALUES
-    request._json, noted = read() if quick else await state.decoder.run(read)
-    if reports is not None and noted is not None:
-        caller.at_end.append(partial(reports.note, noted))  # the engine has computed them by then
+    request._json, keys = read() if quick else await state.decoder.run(read)
+    return keys
 
 
 async def _received(request: Request, caller: Caller, config: ServerConfig) -> bytes:

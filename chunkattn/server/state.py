@@ -81,9 +81,9 @@ class ServerState:
         return Documents(self.llm, self.config, None if path is None else DocumentRecords(path), self.keys)
 
     @cached_property
-    def reports(self) -> CacheReports | None:
-        """Return the reports of the KV cache; None unless `report_documents` is set."""
-        return CacheReports(self.llm, self.documents.contents) if self.config.report_documents else None
+    def reports(self) -> CacheReports:
+        """Return the log of what was sent, which stays empty unless `report_documents` is set."""
+        return CacheReports(self.llm)
 
     @cached_property
     def texts(self) -> TokenTexts:

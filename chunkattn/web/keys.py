@@ -235,7 +235,6 @@ class Caller:
         num_bytes: number of bytes of its body that this request holds.
         tag: digest of the API key.
         salt_mark: short digest of the request's own cache salt, for the log; None without one.
-        at_end: functions to call when the answer has ended.
     """
 
     name: str | None
@@ -245,7 +244,6 @@ class Caller:
     num_bytes: int = 0
     tag: str = ""
     salt_mark: str | None = None
-    at_end: list[Callable[[], None]] = field(default_factory=list)
 
     def salt(self, given: str | None) -> str | None:
         """Return the engine's cache salt: unique to the name, the key and the given salt.
@@ -318,9 +316,7 @@ class Caller:
             self.num_bytes = size
 
     def leave(self) -> None:
-        """Return all queue places and bytes of this request, and call the functions of `at_end`."""
-        for call in self.at_end:
-            call()
+        """Return all queue places and bytes of this request."""
         self.keep_bytes(0)
         if self.name is not None:
             self.shares.held[self.name] -= self.places
