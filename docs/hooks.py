@@ -47,7 +47,7 @@ def metrics(of: str = "server") -> list[Any]:
     from chunkattn.engine.metrics import EngineMetrics
     from chunkattn.gateway.metrics import GatewayMetrics
     from chunkattn.server.engine_gauges import EngineGauges
-    from chunkattn.web.middleware import HttpMetrics
+    from chunkattn.web.http_state import HttpMetrics
 
     holders: tuple[Any, ...] = (EngineMetrics(), EngineGauges(), HttpMetrics())
     if of == "gateway":

@@ -24,7 +24,7 @@ from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.web.middleware import HttpMetrics
+from chunkattn.web.http_state import HttpMetrics
 from chunkattn.web.options import ServerConfig
 from tests.patience import PATIENCE_S
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import msgspec
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, ProcessCollector, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chunkattn.documents.records import DocumentRecords
+from chunkattn.gateway.document_places import ask
 from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.forget import FORGET, forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
@@ -20,21 +21,20 @@ from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.relay import CutError, Relay
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
-from chunkattn.gateway.replicas import ReplicaGoneError, Replicas
+from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
-from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.cors import cors_options
 from chunkattn.web.errors import ApiError
-from chunkattn.web.keys import Keys, Shares
-from chunkattn.web.middleware import METRICS_PATH, OPEN_PATHS, REPORT_PATH, Gate, HttpMetrics, route_path
+from chunkattn.web.http_state import HttpState
+from chunkattn.web.middleware import METRICS_PATH, REPORT_PATH, Gate, route_path
 from chunkattn.web.options import ServerConfig
-from chunkattn.web.paths import RERANK_PATHS
+from chunkattn.web.paths import OPEN_PATHS, RERANK_PATHS
 
 _DOCUMENTS_PATH = "/v1/cache/documents"
 _MOST_PLACES = 1 << 30
-_MEASURE_S = 300.0
-"""Seconds after which bytes per token are measured again."""
+_MEASURE_S, _TOKENIZE_S = 300.0, 5.0
+"""Seconds after which bytes per token are measured again, and that a replica has to count tokens."""
 _KNOWN = (
     "/v1/completions",
     "/v1/chat/completions",
@@ -52,21 +52,6 @@ _KNOWN = (
 """Routes with a label of their own in the metrics; clients choose paths freely, so all others share one."""
 
 
-@dataclass
-class GatewayState:
-    """State that the HTTP server of the gateway drains by.
-
-    Attributes:
-        config: options of the HTTP server.
-        metrics: its metrics.
-        draining: True after SIGTERM: running requests finish, new ones are refused.
-    """
-
-    config: ServerConfig
-    metrics: HttpMetrics = field(default_factory=HttpMetrics)
-    draining: bool = False
-
-
 class Gateway:
     """Application in front of replicas. Call `open` before the first request and `close` after the last.
 
@@ -78,10 +63,9 @@ class Gateway:
         stores_documents: whether documents are stored by id; False where other gateways would not know them.
 
     Attributes:
-        keys: API keys that the gateway checks.
         documents: stored documents over the replicas.
         app: ASGI application.
-        state: state that drains.
+        state: options, keys and bounds of its HTTP server.
         watch: states of the replicas.
         policy: policy that ranks them.
 
@@ -99,8 +83,7 @@ class Gateway:
         stores_documents: bool = True,
     ) -> None:
         self.replicas, self.options, self._stores_documents = replicas, options, stores_documents
-        self.state = GatewayState(config)
-        self.keys = Keys(config.api_key, config.api_key_file, config.metrics_key)
+        self.state = HttpState(config, _MOST_PLACES)
         registry = self.state.metrics.registry
         ProcessCollector(registry=registry)
         self.metrics = GatewayMetrics(registry)
@@ -110,10 +93,11 @@ class Gateway:
             self.policy,
             DocumentRecords(options.document_store) if records is None else records,
             config,
-            keys=self.keys if config.api_key_file is not None else None,
+            keys=self.state.keys if config.api_key_file is not None else None,
             patience_s=options.replica_wait_s,
+            bodies=self.state.bodies,
         )
-        self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
+        self.watch = Watch(replicas, self.policy, options, replicas.drop)
         self.documents.places.is_ready = lambda name: name in self.watch.states and self.watch.states[name].is_ready
         self._replica_metrics = ReplicaMetrics(replicas, options.report_timeout_s)
         self._measure = TextMeasure(self._count_tokens)
@@ -124,14 +108,11 @@ class Gateway:
             self.watch,
             options,
             self.metrics,
-            timeout_s=config.request_timeout_s,
-            max_body_bytes=config.max_body_bytes,
-            documents=self.documents,
-            measure=self._measure,
-            relays_cors=not config.allowed_origins,
+            self.state,
+            self.documents,
+            self._measure,
         )
-        shares = Shares(_MOST_PLACES, BodyShares(config.max_body_bytes_per_client))
-        self.app: ASGIApp = Gate(self._route, config, self.state.metrics, self.keys, shares)
+        self.app: ASGIApp = Gate(self._route, self.state)
         if cors := cors_options(config):
             self.app = CORSMiddleware(self.app, **cors)
 
@@ -190,7 +171,7 @@ class Gateway:
                     receive,
                     self.replicas,
                     self.policy,
-                    max_body_bytes=config.max_body_bytes,
+                    bodies=self.state.bodies,
                     timeout_s=config.request_timeout_s,
                     patience_s=self.options.replica_wait_s,
                 )
@@ -233,9 +214,15 @@ class Gateway:
     # Bytes per token
 
     async def _count_tokens(self, text: str) -> int | None:
-        count = getattr(self.replicas, "count_tokens", None)
-        ready = self.watch.ready()
-        return None if count is None or not ready else await count(ready[0], text)
+        """Return the number of tokens of a text, from `/tokenize` of a replica; None if none tells it."""
+        if not (ready := self.watch.ready()):
+            return None
+        key = self.options.replica_key
+        headers = [(b"content-type", b"application/json")] + [(b"authorization", f"Bearer {key}".encode())] * (key is not None)
+        body = msgspec.json.encode({"prompt": text, "add_special_tokens": False})
+        answer = await ask(self.replicas, ready[0], Outgoing("POST", "/tokenize", headers=headers, body=body), _TOKENIZE_S)
+        count = answer.body.get("count") if answer.status == 200 and isinstance(answer.body, dict) else None
+        return count if isinstance(count, int) else None
 
     async def _keep_measuring(self) -> None:
         """Measure bytes per token once there are samples, and again from time to time."""

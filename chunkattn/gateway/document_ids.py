@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ _CHUNKS = ("/v1/completions", "/inspect")
 _DOCUMENTS = ("/v1/chat/completions", "/v1/decisions", "/v1/systemone")
 _PAIRS = ("/v1/score", "/score")
 _MAX_ID_CHARS = 128
+_BYTES_PER_ID = 6
+"""Bytes of a token id in JSON, about."""
 
 Find = Callable[[str], DocumentRecord | None]
 """Function that returns the record of an id, or None."""
@@ -65,6 +68,26 @@ def with_texts(path: str, body: Mapping[str, Any], find: Find) -> Mapping[str, A
         return body
     documents = _replaced(body.get("documents"), find, "documents", make)
     return body if documents is None else {**body, "documents": documents}
+
+
+def bytes_of_ids(path: str, body: Mapping[str, Any], find: Find) -> int:
+    """Return the bytes that `with_texts` adds to a body, about. Nothing is built for that.
+
+    Args:
+        path: path of the request.
+        body: decoded JSON body.
+        find: returns the record of an id.
+    """
+    parts = body.get("chunks") if path.endswith(_CHUNKS) else body
+    documents = parts.get("documents") if isinstance(parts, Mapping) else None
+    if not isinstance(documents, list):
+        return 0
+    counts = Counter(name for document in documents if (name := _id_of(document)) is not None)
+    return sum(count * _num_bytes(record) for name, count in counts.items() if (record := find(name)) is not None)
+
+
+def _num_bytes(record: DocumentRecord) -> int:
+    return len(record.document) * (1 if isinstance(record.document, str) else _BYTES_PER_ID)
 
 
 def _replaced(given: Any, find: Find, field: str, make: Callable[[DocumentRecord, str], Any]) -> Sequence[Any] | None:

@@ -18,13 +18,14 @@ from chunkattn.documents.records import DocumentRecord, DocumentRecords
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import error_code
 from chunkattn.schema.piece_keys import keys_of
+from chunkattn.web.fair_turns import FairTurns
 
 logger = logging.getLogger(__name__)
 
 DOCUMENTS = "/v1/cache/documents"
 FORGET = "/v1/cache/forget"
-_CONCURRENT = 8
-"""Requests about documents that are under way at one replica at once."""
+_CONCURRENT = 16
+"""Requests about documents that are under way at one replica at once; half of them of one client."""
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 _MOST_OWED = 10_000
 """Requests kept for a replica that cannot be reached; the oldest go first."""
@@ -144,7 +145,7 @@ class Places:
         self._placed: dict[str, str] = {}  # replica by remote id
         self._owed: dict[str, list[Outgoing]] = {}
         self._keys: WeakKeyDictionary[DocumentRecord, int] = WeakKeyDictionary()
-        self._turns: dict[str, asyncio.Semaphore] = {}
+        self._turns: dict[str, FairTurns] = {}
         self.is_ready: Callable[[str], bool] = lambda name: True
         self._changed = asyncio.Event()
 
@@ -211,7 +212,7 @@ class Places:
         Raises:
             ReplicaGoneError: the replica is gone.
         """
-        async with self._turns.setdefault(name, asyncio.Semaphore(_CONCURRENT)):
+        async with self._turns.setdefault(name, FairTurns(_CONCURRENT)).turn():
             return await ask(self._replicas, name, request, timeout or self._timeout)
 
     async def store(self, records: Sequence[DocumentRecord], **fields: Any) -> Answer:

@@ -19,14 +19,13 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as ASGIScope
 
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
-from chunkattn.gateway.bodies import expanded_body, read_body
 from chunkattn.gateway.document_answers import RefusedError, decoded, entry, renumbered, settled, unavailable, validated
-from chunkattn.gateway.document_ids import salt_of, with_texts
+from chunkattn.gateway.document_ids import Find, bytes_of_ids, salt_of, with_texts
 from chunkattn.gateway.document_places import DOCUMENTS, Answer, Credentials, Owners, Places
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import is_passing, retried
 from chunkattn.schema.documents import CacheBody, ChangeBody
-from chunkattn.web.content_codings import codings_of
+from chunkattn.web.bodies import Bodies, is_json
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Keys
 from chunkattn.web.middleware import route_path
@@ -58,6 +57,7 @@ class GatewayDocuments:
         authorization: Authorization header for requests that the gateway makes by itself; None uses the header of the
             documents' owner, which the gateway knows once the owner has sent a request.
         patience_s: time in seconds for which a POST or a PATCH asks again while no replica takes documents.
+        bodies: reader of the bodies of `app`; None makes one.
     """
 
     def __init__(
@@ -70,10 +70,11 @@ class GatewayDocuments:
         keys: Keys | None = None,
         authorization: bytes | None = None,
         patience_s: float = 0.0,
+        bodies: Bodies | None = None,
     ) -> None:
         self._replicas, self._records, self._keys = replicas, records, keys
         self._config = config or ServerConfig()
-        self._patience_s = patience_s
+        self._patience_s, self._bodies = patience_s, bodies or Bodies(self._config)
         self._credentials = Credentials(authorization)
         self.places = Places(replicas, policy, records, self._credentials, self._config.request_timeout_s)
         self._coming: Counter[str | None] = Counter()
@@ -109,8 +110,18 @@ class GatewayDocuments:
         """
         self.places.lost(names)
 
+    def note(self, authorization: str) -> None:
+        """Remember the Authorization header of a request whose owner has documents."""
+        self._note(Scope(self._owner(authorization)), authorization)
+
+    def added_bytes(self, path: str, body: Any, authorization: str = "") -> int:
+        """Return the bytes of the contents that `resolve` puts into a body. May run in a thread."""
+        return bytes_of_ids(path, body, self._finder(path, body, authorization)) if isinstance(body, Mapping) else 0
+
     def resolve(self, path: str, body: Any, authorization: str = "") -> Any:
         """Return a body with the contents of stored documents in the places of their ids; the same object if it names none.
+
+        May run in a thread.
 
         Args:
             path: path of the request.
@@ -120,11 +131,11 @@ class GatewayDocuments:
         Raises:
             ApiError: as `with_texts`.
         """
-        if not isinstance(body, Mapping):
-            return body
+        return with_texts(path, body, self._finder(path, body, authorization)) if isinstance(body, Mapping) else body
+
+    def _finder(self, path: str, body: Mapping[str, Any], authorization: str) -> Find:
         scope = Scope(self._owner(authorization), salt_of(path, body))
-        self._note(scope, authorization)
-        return with_texts(path, body, lambda name: self._live(scope, name))
+        return lambda name: self._live(scope, name)
 
     @staticmethod
     def handles(path: str) -> bool:
@@ -137,25 +148,25 @@ class GatewayDocuments:
         Raises:
             ApiError: the body cannot be read, or the client has left.
         """
-        body = await read_body(scope, receive, self._config.max_body_bytes, self._config.request_timeout_s)
-        if codings_of(scope["headers"]):
-            body = await asyncio.to_thread(expanded_body, body, scope["headers"], self._config.max_body_bytes)
-        query = scope.get("query_string", b"")
-        request = Outgoing(scope["method"], route_path(scope), query, scope["headers"], body)
-        answer = await self.answer(request)
+        body, value = await self._bodies.receive(scope, receive), None
+        if body and is_json(dict(scope["headers"]).get(b"content-type", b"").decode("latin-1")):
+            value = await self._bodies.decode(scope, body, lambda value: value)
+        request = Outgoing(scope["method"], route_path(scope), scope.get("query_string", b""), scope["headers"])
+        answer = await self.answer(request, value)
         content = b"" if scope["method"] == "HEAD" else json.dumps(answer.body).encode()
         listed = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode()), *answer.headers]
         await send({"type": "http.response.start", "status": answer.status, "headers": listed})
         await send({"type": "http.response.body", "body": content})
 
-    async def answer(self, request: Outgoing) -> Answer:
+    async def answer(self, request: Outgoing, body: Any = None) -> Answer:
         """Return the answer to a request whose path `handles` names.
 
         Args:
-                request: request of a client, with its path decoded.
+            request: request of a client, with its path decoded.
+            body: decoded JSON body; None decodes that of the request.
         """
         try:
-            return Answer(200, await self._answer(request))
+            return Answer(200, await self._answer(request, decoded(request.body) if body is None else body))
         except ApiError as error:
             headers = [(name.lower().encode(), value.encode()) for name, value in error.headers.items()]
             return Answer(error.status, error.body, headers)
@@ -165,7 +176,7 @@ class GatewayDocuments:
         except RefusedError as error:
             return error.answer
 
-    async def _answer(self, request: Outgoing) -> Any:
+    async def _answer(self, request: Outgoing, body: Any) -> Any:
         authorization = dict(request.headers).get(b"authorization", b"").decode("latin-1")
         owner = self._owner(authorization)
         query = {name: values[-1] for name, values in parse_qs(request.query.decode("latin-1")).items()}
@@ -175,7 +186,7 @@ class GatewayDocuments:
         match request.method, bool(name):
             case "POST", False:
                 try:
-                    return await self._post(owner, decoded(request.body))
+                    return await self._post(owner, body)
                 finally:
                     if not self._records.count(owner) and not self._coming[owner]:
                         self._credentials.drop(owner)
@@ -184,7 +195,7 @@ class GatewayDocuments:
             case "GET" | "HEAD", True:
                 return (await self._entries([self._get(scope, name)]))[0]
             case "PATCH", True:
-                return await self._patch(owner, name, decoded(request.body))
+                return await self._patch(owner, name, body)
             case "DELETE", True:
                 await self._remove([self._get(scope, name)])
                 return {"id": name, "object": "cache.document.deleted", "deleted": True}

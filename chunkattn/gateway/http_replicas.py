@@ -296,17 +296,6 @@ class HttpReplicas:
             raise ReplicaGoneError(f"{name} answers {status} to /metrics")
         return body.decode("utf-8", "replace")
 
-    async def count_tokens(self, name: str, text: str) -> int | None:
-        """Return the number of tokens of a text, from `/tokenize` of a replica; None if it has no such route."""
-        with suppress(*_ERRORS, TimeoutError, msgspec.DecodeError, KeyError, TypeError, ValueError):
-            body = msgspec.json.encode({"prompt": text, "add_special_tokens": False})
-            headers = {**self._headers, "Content-Type": "application/json"}
-            url = self._names[name] + "/tokenize"
-            async with asyncio.timeout(5), self._session.post(url, data=body, headers=headers) as answer:
-                told = msgspec.json.decode(await answer.read())
-                return int(told["count"]) if answer.status == 200 else None
-        return None
-
     async def _get(self, name: str, path: str) -> tuple[int, bytes]:
         try:
             async with self._session.get(self._names[name] + path, headers=self._headers, allow_redirects=False) as answer:

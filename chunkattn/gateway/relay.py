@@ -12,19 +12,21 @@ from typing import Any, Protocol
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from chunkattn.gateway.bodies import decoded_json, expanded_body, read_body
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.replicas import BadStatusError, NotSentError, Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import NOT_BEGUN, error_code, pause_s
 from chunkattn.gateway.text_measure import TextMeasure
-from chunkattn.gateway.time_limit import ClientLeftError, TimeLimitError, time_limit
 from chunkattn.gateway.watch import Watch
 from chunkattn.request_record import RECORD
 from chunkattn.schema.piece_keys import Keys, keys_of
-from chunkattn.web.errors import ApiError
+from chunkattn.web.bodies import SMALL_BODY, UnreadableError, is_json, is_quick
+from chunkattn.web.errors import ApiError, too_large
+from chunkattn.web.http_state import HttpState
+from chunkattn.web.keys import Caller
 from chunkattn.web.middleware import REPLICA_HEADER
+from chunkattn.web.time_limit import ClientLeftError, TimeLimitError, time_limit
 
 _REPLICA = REPLICA_HEADER.encode()
 _ONE_HOP = frozenset(b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade expect".split())
@@ -44,8 +46,17 @@ _RETRY_AFTER = {"Retry-After": "1"}
 class Documents(Protocol):
     """Stored documents over all replicas, see `chunkattn.gateway.documents`."""
 
+    def note(self, authorization: str) -> None:
+        """Note a request under an Authorization header."""
+
+    def added_bytes(self, path: str, body: Any, authorization: str) -> int:
+        """Return by how many bytes `resolve` lengthens a body. May run in a thread."""
+
     def resolve(self, path: str, body: Any, authorization: str) -> Any:
-        """Return a body with the texts of the documents that it names by id; the same object if it names none."""
+        """Return a body with the texts of the documents that it names by id; the same object if it names none.
+
+        May run in a thread.
+        """
 
 
 @dataclass
@@ -93,11 +104,9 @@ class Relay:
         watch: their states.
         options: options of the gateway.
         metrics: metrics of the gateway.
-        timeout_s: time limit of a request in seconds.
-        max_body_bytes: limit on the bytes of a body.
-        documents: stored documents; None relays their ids.
+        state: options and bounds of the gateway's HTTP server.
+        documents: stored documents.
         measure: takes samples of documents.
-        relays_cors: whether replicas decide which pages of other origins may read their answers.
     """
 
     def __init__(
@@ -107,16 +116,14 @@ class Relay:
         watch: Watch,
         options: GatewayOptions,
         metrics: GatewayMetrics,
-        *,
-        timeout_s: float,
-        max_body_bytes: int,
-        documents: Documents | None = None,
-        measure: TextMeasure | None = None,
-        relays_cors: bool = True,
+        state: HttpState,
+        documents: Documents,
+        measure: TextMeasure,
     ) -> None:
         self._replicas, self._policy, self._watch, self._options = replicas, policy, watch, options
-        self._metrics, self._timeout_s, self._most = metrics, timeout_s, max_body_bytes
-        self._documents, self._measure, self._relays_cors = documents, measure, relays_cors
+        self._metrics, self._config, self._bodies = metrics, state.config, state.bodies
+        self._documents, self._measure = documents, measure
+        self._relays_cors = not state.config.allowed_origins  # else the gateway decides which pages may read its answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. If the client leaves, the request to the replica is aborted.
@@ -124,44 +131,65 @@ class Relay:
         Raises:
             ApiError: the request is refused, no replica has answered, or an answer ended early.
         """
-        body = await read_body(scope, receive, self._most, self._timeout_s)
+        body = await self._bodies.receive(scope, receive)
         progress = _Answering()
         try:
-            async with time_limit(receive, self._timeout_s):
-                request, keys = self._read(scope, body)
+            async with time_limit(receive, self._config.request_timeout_s):
+                request, keys = await self._read(scope, body)
                 await self._relay(request, keys, send, progress)
         except ClientLeftError:
             return
         except TimeLimitError as error:
             await _end(progress, error, send)
 
-    def _read(self, scope: Scope, body: bytes) -> tuple[Outgoing, Keys]:
+    async def _read(self, scope: Scope, body: bytes) -> tuple[Outgoing, Keys]:
         """Return the request to a replica, and its routing keys.
 
         Raises:
-            ApiError: the body cannot be read or names a document that is not stored.
+            ApiError: the body cannot be read, is too large, or names a document that is not stored.
         """
-        path = scope["path"]
-        authorization = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-        listed = outgoing_headers(scope)
-        keys = Keys()
-        if body and scope["method"] == "POST":
-            given = decoded_json(
-                expanded_body(body, scope["headers"], self._most)
-            )  # None: the replica answers with the proper error
-            if given is not None:
-                resolved = given if self._documents is None else self._documents.resolve(path, given, authorization)
-                if resolved is not given:
-                    body, given = msgspec.json.encode(resolved), resolved
-                    listed = [(name, value) for name, value in listed if name != b"content-encoding"]
-                keys = keys_of(path, given, authorization, separator=self._options.chunk_separator)
-                self._sample(given)
+        path, headers = scope["path"], dict(scope["headers"])
+        listed, keys = outgoing_headers(scope), Keys()
+        if body and scope["method"] == "POST" and is_json(headers.get(b"content-type", b"application/json").decode("latin-1")):
+            resolved, keys = await self._resolved(scope, path, body, headers.get(b"authorization", b"").decode("latin-1"))
+            if resolved is not None:
+                body, listed = resolved, [(name, value) for name, value in listed if name != b"content-encoding"]
         raw = (scope.get("raw_path") or path.encode()).decode("latin-1")
         return Outgoing(scope["method"], raw, scope.get("query_string", b""), listed, body), keys
 
+    async def _resolved(self, scope: Scope, path: str, body: bytes, authorization: str) -> tuple[bytes | None, Keys]:
+        """Return a body with texts in the places of ids, None for one without ids, and the routing keys.
+
+        Raises:
+            ApiError: see `_read`.
+        """
+        self._documents.note(authorization)
+
+        def measured(value: Any) -> tuple[Any, int]:
+            return value, self._documents.added_bytes(path, value, authorization)
+
+        try:
+            value, added = await self._bodies.decode(scope, body, measured)
+        except UnreadableError:  # the replica answers with the proper error
+            return None, Keys()
+        if added > self._config.max_body_bytes:
+            raise too_large(self._config.max_body_bytes)
+        if added:
+            caller: Caller = scope["state"]["caller"]
+            await caller.hold_bytes(len(body) + added, self._config.request_timeout_s)
+
+        def prepared() -> tuple[bytes | None, Keys]:
+            resolved = self._documents.resolve(path, value, authorization)
+            keys = keys_of(path, resolved, authorization, separator=self._options.chunk_separator)
+            return None if resolved is value else msgspec.json.encode(resolved), keys
+
+        self._sample(value)
+        quick = added <= SMALL_BODY and b"content-encoding" not in dict(scope["headers"]) and is_quick(body)
+        return await self._bodies.in_turn(prepared, quick=quick)
+
     def _sample(self, body: Any) -> None:
         """Offer the first document of a body to the measure of bytes per token."""
-        if self._measure is None or not isinstance(body, Mapping):
+        if not isinstance(body, Mapping):
             return
         parts = body.get("chunks") if isinstance(body.get("chunks"), Mapping) else body
         documents = parts.get("documents") if isinstance(parts, Mapping) else None

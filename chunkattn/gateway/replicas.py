@@ -72,6 +72,9 @@ class Replicas(Protocol):
     def names(self) -> Sequence[str]:
         """Return the names of the replicas that exist now, ready or not."""
 
+    def drop(self, name: str) -> None:
+        """End the running requests of a replica with `ReplicaGoneError`."""
+
     def send(self, name: str, request: Outgoing) -> AsyncIterator[Message]:
         """Send a request and return its answer, message by message as they come. Closing the iterator aborts the request.
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import signal
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
+from functools import partial
 
 from chunkattn.gateway.app import Gateway
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.web.keys import KeyReloader
-from chunkattn.web.listening import Listener, listen, run, set_up_logs, url_of
+from chunkattn.web.listening import prepared, run_service, url_of
 from chunkattn.web.options import ServerConfig
-from chunkattn.web.tracing import set_up_tracing
 
 
 def route(urls: Sequence[str], options: GatewayOptions, config: ServerConfig) -> None:
@@ -28,29 +24,18 @@ def route(urls: Sequence[str], options: GatewayOptions, config: ServerConfig) ->
     Raises:
         ConfigError: an option is invalid, or the address cannot be bound.
     """
-    set_up_logs(config.log_format)
-    set_up_tracing("chunkattn-gateway")
-    replicas = HttpReplicas(urls, key=options.replica_key, resolve=options.resolve, connect_timeout_s=options.connect_timeout_s)
-    listening = listen(config)
-    try:
-        run(_route(replicas, options, config, listening))
-    finally:
-        listening.close()
+    key, resolve, timeout_s = options.replica_key, options.resolve, options.connect_timeout_s
+    replicas = HttpReplicas(urls, key=key, resolve=resolve, connect_timeout_s=timeout_s)
+    run_service("chunkattn-gateway", config, partial(_route, replicas, options))
 
 
 async def _route(replicas: HttpReplicas, options: GatewayOptions, config: ServerConfig, listening: socket.socket) -> None:
-    gateway = Gateway(replicas, options, replace(config, host=listening.getsockname()[0]))
-    reloader = KeyReloader(gateway.keys, gateway.documents.delete_owned)
-    if hasattr(signal, "SIGHUP"):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
-    listener = Listener(gateway.app, config, gateway.state, listening)
-    reloading = asyncio.create_task(reloader.run())
-    await gateway.open()
-    serving = listener.start()
-    try:
-        print(f"chunkattn route is ready at {url_of(listening)} in front of {len(replicas.names())} replicas", flush=True)
-        await serving
-    finally:
-        reloading.cancel()
-        listener.stop()
-        await gateway.close()
+    gateway = Gateway(replicas, options, config)
+    async with prepared(gateway.app, gateway.state, listening, gateway.documents.delete_owned) as listener:
+        await gateway.open()
+        try:
+            print(f"chunkattn route is ready at {url_of(listening)} in front of {len(replicas.names())} replicas", flush=True)
+            await listener.start()
+        finally:
+            listener.stop()
+            await gateway.close()

@@ -83,13 +83,13 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         telemetry={"tracing": False},  # the gate makes the spans, with and without FastAPI; versions before 0.142 ignore this
         responses=errors.error_responses(401, 403, 413, 500),
     )
-    app.state.server = state
+    app.state.server, app.state.bodies = state, state.bodies
     _ = state.documents  # opens the document store
     routers = [module.router for module in (generation, scoring, decisions, systemone, documents, tokens, status, page)]
     routers += [reports.router] if state.config.report_documents else []
     errors.install(app, RouteTable(routers).refusal)
     app.add_middleware(HeadAsGet)
-    app.add_middleware(Gate, config=state.config, metrics=state.metrics, keys=state.keys, shares=state.shares)
+    app.add_middleware(Gate, state=state)
     if cors := cors_options(state.config):
         app.add_middleware(CORSMiddleware, **cors)
     work = errors.error_responses(400, 404, 429, 503, 504)

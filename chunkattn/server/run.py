@@ -6,20 +6,17 @@ import asyncio
 import gc
 import logging
 import os
-import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.server.app import create_app
-from chunkattn.web.keys import KeyReloader
-from chunkattn.web.listening import Listener, listen, run, set_up_logs, url_of
+from chunkattn.server.state import ServerState
+from chunkattn.web.listening import prepared, run_service, url_of
 from chunkattn.web.options import ServerConfig
-from chunkattn.web.tracing import set_up_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -38,13 +35,7 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
         ConfigError, ModelError, BackendError: the engine cannot be built, or the address cannot be bound.
         EngineDeadError: the engine process died three times during start.
     """
-    set_up_logs(config.log_format)
-    set_up_tracing("chunkattn")
-    listening, llm = listen(config), AsyncLLM(**options)
-    try:
-        busy = run(_serve(llm, config, listening))
-    finally:
-        listening.close()
+    busy = run_service("chunkattn", config, lambda config, listening: _serve(AsyncLLM(**options), config, listening))
     if busy:  # work of clients that left; a thread in native code may crash an interpreter that ends around it
         logging.shutdown()
         sys.stdout.flush()
@@ -53,42 +44,36 @@ def serve(options: Mapping[str, Any], config: ServerConfig) -> None:
 
 async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) -> int:
     """Serve, and return the number of threads that still work for clients that left."""
-    address = listening.getsockname()[0]
-    app = create_app(llm, replace(config, host=address))  # resolved, so the app knows whether it is a loopback address
-    reloader = KeyReloader(app.state.server.keys, app.state.server.documents.delete_owned)
-    if hasattr(signal, "SIGHUP"):
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
-    listener = Listener(app, config, app.state.server, listening)
-    serving = listener.start()
-    starting = asyncio.create_task(llm.open())
-    reloading = asyncio.create_task(reloader.run())
-    try:
-        await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
-        if starting.done() and not starting.exception():
-            gc.collect()
-            gc.freeze()  # later collections skip the long-lived modules and model
-            restoring = asyncio.create_task(app.state.server.documents.restore())
-            await asyncio.wait({serving, restoring}, return_when=asyncio.FIRST_COMPLETED)
-            if config.ready_when_warm:
-                warming = asyncio.create_task(_wait_until_warm(llm))
-                await asyncio.wait({serving, warming}, return_when=asyncio.FIRST_COMPLETED)
-                warming.cancel()
-            if not serving.done():
-                _log_start(llm)
-                print(f"{app.state.server.model_name} is ready at {url_of(listening)}", flush=True)
-            await serving
-    finally:
-        reloading.cancel()
-        listener.stop()
-        if not starting.done():
-            starting.cancel()
-        ended = await asyncio.gather(starting, serving, return_exceptions=True)
-        await llm.close()
-        app.state.server.documents.close()
+    app = create_app(llm, config)
+    state: ServerState = app.state.server
+    async with prepared(app, state, listening, state.documents.delete_owned) as listener:
+        serving, starting = listener.start(), asyncio.create_task(llm.open())
+        try:
+            await asyncio.wait({serving, starting}, return_when=asyncio.FIRST_COMPLETED)
+            if starting.done() and not starting.exception():
+                gc.collect()
+                gc.freeze()  # later collections skip the long-lived modules and model
+                restoring = asyncio.create_task(state.documents.restore())
+                await asyncio.wait({serving, restoring}, return_when=asyncio.FIRST_COMPLETED)
+                if config.ready_when_warm:
+                    warming = asyncio.create_task(_wait_until_warm(llm))
+                    await asyncio.wait({serving, warming}, return_when=asyncio.FIRST_COMPLETED)
+                    warming.cancel()
+                if not serving.done():
+                    _log_start(llm)
+                    print(f"{state.model_name} is ready at {url_of(listening)}", flush=True)
+                await serving
+        finally:
+            listener.stop()
+            if not starting.done():
+                starting.cancel()
+            ended = await asyncio.gather(starting, serving, return_exceptions=True)
+            await llm.close()
+            state.documents.close()
     if isinstance(ended[0], Exception):
         raise ended[0]
-    app.state.server.decoder.close()
-    return llm.threads.busy + app.state.server.decoder.busy
+    state.bodies.decoder.close()
+    return llm.threads.busy + state.bodies.decoder.busy
 
 
 async def _wait_until_warm(llm: AsyncLLM) -> None:

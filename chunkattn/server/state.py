@@ -2,77 +2,54 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 
 from chunkattn.documents.records import DocumentRecords
-from chunkattn.fair_threads import FairThreads
 from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
 from chunkattn.request_record import RECORD
+from chunkattn.schema.piece_keys import keys_of
 from chunkattn.server.cache_report import CacheReports
 from chunkattn.server.document_store import Documents
 from chunkattn.server.engine_gauges import EngineGauges
 from chunkattn.server.texts import TokenTexts
-from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.errors import ApiError
-from chunkattn.web.keys import Caller, Keys, Shares
-from chunkattn.web.middleware import HttpMetrics
+from chunkattn.web.http_state import HttpState
+from chunkattn.web.keys import Caller
 from chunkattn.web.options import ServerConfig
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
-
-T = TypeVar("T")
 
 DEMO_NAME = "chunkattn-demo"
 _MAX_TOKENIZED = 1 << 17
 """Limit on the tokens of a text that is only tokenized, or the model's own if it is larger. A token takes 0.5 KiB meanwhile."""
 
 
-@dataclass
-class ServerState:
+class ServerState(HttpState):
     """State of one server: engine, options, metrics and registries.
+
+    Args:
+        llm: the engine.
+        config: options of the server.
 
     Attributes:
         llm: the engine.
-        config: options of the server.
-        metrics: metrics of the HTTP server.
-        draining: True after SIGTERM: running requests finish, new requests are refused.
         started: start time in seconds since the epoch.
         engine_gauges: metrics of the engine that the server knows without asking it.
     """
 
-    llm: AsyncLLM
-    config: ServerConfig
-    metrics: HttpMetrics = field(default_factory=HttpMetrics)
-    draining: bool = False
-    started: int = field(default_factory=lambda: int(time.time()))
-    engine_gauges: EngineGauges = field(default_factory=EngineGauges)
-
-    @cached_property
-    def keys(self) -> Keys:
-        """Return the API keys."""
-        return Keys(self.config.api_key, self.config.api_key_file, self.config.metrics_key)
-
-    @cached_property
-    def shares(self) -> Shares:
-        """Return the queue places and the bytes of bodies that each client holds."""
-        places = max(1, int(self.config.max_queue_share * self.llm.config.max_queued_requests))
-        return Shares(places, BodyShares(self.config.max_body_bytes_per_client))
-
-    @cached_property
-    def decoder(self) -> FairThreads:
-        """Return the one thread that decodes large bodies: work that holds the GIL is no faster in several threads."""
-        return FairThreads(1)
+    def __init__(self, llm: AsyncLLM, config: ServerConfig) -> None:
+        places = max(1, int(config.max_queue_share * llm.config.max_queued_requests))
+        super().__init__(config, places, llm.config.max_items_per_request, self._noted)
+        self.llm, self.started, self.engine_gauges = llm, int(time.time()), EngineGauges()
 
     @cached_property
     def documents(self) -> Documents:
@@ -84,6 +61,14 @@ class ServerState:
     def reports(self) -> CacheReports:
         """Return the log of what was sent, which stays empty unless `report_documents` is set."""
         return CacheReports(self.llm)
+
+    def _noted(self, request: Request, raw: Any) -> AbstractContextManager[Any]:
+        """Return the context of a request's handler, in which its pieces count as sent."""
+        if not self.config.report_documents:
+            return nullcontext()
+        engine, authorization = self.llm.config, request.headers.get("authorization", "")
+        separator = engine.chunk_separator if engine.enable_chunk_aware else None
+        return self.reports.sent(keys_of(request.scope["path"], raw, authorization, separator=separator))
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -228,36 +213,3 @@ def new_id(kind: str) -> str:
         kind: kind of the answer, such as `"cmpl"`.
     """
     return f"{kind}-{token_hex(16)}"
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await work, and cancel it if the client disconnects.
-
-    Args:
-        request: the client's request, with its body read.
-        work: awaitable that makes the answer.
-
-    Raises:
-        ApiError: 499, the client has left and the work is cancelled. No client reads this answer.
-    """
-    here, gone = asyncio.current_task(), False
-    assert here is not None
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        here.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if gone and here.cancelling() == 1:  # the watcher alone cancelled this task
-            raise ApiError(499, "the client has left") from None
-        raise
-    finally:
-        watcher.cancel()
-        if gone:
-            here.uncancel()

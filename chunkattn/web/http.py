@@ -9,7 +9,7 @@ import logging
 import time
 import urllib.parse
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
@@ -18,7 +18,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from chunkattn.web.exchange import Exchange, HeldFlow, LingeringTransport
 from chunkattn.web.heads import BadRequestError, Header, check_framing, read_target
+from chunkattn.web.keys import Keys
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,9 @@ _MOST_WAITING = 16
 _CHECK_S = 0.25
 _PROBE_S, _LONGEST_PROBE_S = 0.1, 5.0
 _LOG_EVERY_S = 10.0
+_TOO_MANY = "the server has too many connections; try again"
+_MOST_EXTRA = 64
+"""Strangers that are accepted at most while all connections are taken."""
 
 
 def error_body(status: int, text: str, code: str) -> bytes:
@@ -56,19 +61,61 @@ def error_body(status: int, text: str, code: str) -> bytes:
 class ConnectionLimits:
     """State shared by all connections of a server.
 
+    A connection is a stranger until a request on it brings a valid key, or any request where no key is needed. Health probes
+    make no difference. Strangers have three quarters of the connections, and a few places more while all are taken. A new one
+    takes the place of the oldest idle one, so those who send nothing keep nobody out.
+
     Attributes:
         config: options of the server.
         most: limit on open connections; lower than `max_connections` if the operating system allows fewer files.
+        keys: API keys; None if no key is needed.
         draining: whether every answer ends its connection, because the server stops soon.
+        strangers: the strangers, oldest first.
+        known: number of other connections.
         refused: connections refused since the start.
         logged: time of the last log line about refusals, in seconds of the monotonic clock.
     """
 
     config: ServerConfig
     most: int
+    keys: Keys | None = None
     draining: bool = False
+    strangers: dict[BoundedHttp, None] = field(default_factory=dict)
+    known: int = 0
     refused: int = 0
     logged: float = float("-inf")
+
+    def admit(self, connection: BoundedHttp) -> None:
+        """Count a new connection; over the limit, refuse the oldest idle stranger, or else the new one."""
+        self.strangers[connection] = None
+        room = max(min(self.most - self.most // 4, self.most - self.known), min(self.most // 32, _MOST_EXTRA))
+        if len(self.strangers) > room:
+            oldest = next((stranger for stranger in self.strangers if stranger.is_idle), connection)
+            del self.strangers[oldest]
+            self.note_refused()
+            oldest.refuse()
+
+    def meet(self, connection: BoundedHttp, path: bytes, headers: Iterable[Header]) -> None:
+        """Count a stranger among the known connections if its request shows who it is.
+
+        Raises:
+            BadRequestError: 503, there are `most` connections.
+        """
+        if connection not in self.strangers or path.rstrip(b"/").decode("latin-1").endswith(OPEN_PATHS):
+            return
+        authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
+        if self.keys is None or not self.keys.needed or self.keys.holder(authorization) is not None:
+            if self.known >= self.most:
+                self.note_refused()
+                raise BadRequestError(503, _TOO_MANY, "too_many_connections")
+            del self.strangers[connection]
+            connection.is_known = True
+            self.known += 1
+
+    def leave(self, connection: BoundedHttp) -> None:
+        """Count a connection that has ended."""
+        self.strangers.pop(connection, None)
+        self.known -= connection.is_known
 
     def note_refused(self) -> None:
         """Count a connection over the limit; log one line per 10 s."""
@@ -102,7 +149,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def __init__(self, *args: Any, limits: ConnectionLimits, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._limits = limits
+        self._limits, self.is_known = limits, False
         self.timeout_keep_alive = limits.config.timeout_keep_alive  # type: ignore[assignment]
         self._keep_alive_header = b"keep-alive", b"timeout=%d" % int(limits.config.timeout_keep_alive)
         self.url = b""
@@ -123,12 +170,20 @@ class BoundedHttp(HttpToolsProtocol):
         lingering = LingeringTransport(transport, self.loop, lambda: _LAST_LINGER_S if self._limits.draining else _LINGER_S)
         super().connection_made(lingering)  # type: ignore[arg-type]
         self.flow = HeldFlow(lingering)
-        if len(self.connections) > self._limits.most:
-            self._limits.note_refused()
-            self._refuse(503, "the server has too many connections; try again", "too_many_connections", linger=False)
+        self._limits.admit(self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request is being answered."""
+        return self._running is None
+
+    def refuse(self) -> None:
+        """Answer 503, and close."""
+        self._refuse(503, _TOO_MANY, "too_many_connections", linger=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the work of all requests of the connection."""
+        self._limits.leave(self)
         for waiting in (self._running, *(cycle for cycle, _ in self.pipeline)):
             if isinstance(waiting, Exchange):
                 waiting.drop()
@@ -342,6 +397,7 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             check_framing(method, version, self.headers)
             target = read_target(self.url)
+            self._limits.meet(self, target.path, self.headers)
         except BadRequestError as error:
             self._fault = error
             raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
-from collections.abc import Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Set
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 
@@ -21,8 +23,10 @@ except ImportError:  # uvloop does not support Windows
 from chunkattn import logs
 from chunkattn.errors import ConfigError
 from chunkattn.web.http import BoundedHttp, ConnectionLimits
-from chunkattn.web.middleware import HttpMetrics
+from chunkattn.web.http_state import HttpState
+from chunkattn.web.keys import KeyReloader
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.tracing import set_up_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -34,27 +38,13 @@ _OTHER_FILES = 128
 """Files and sockets that a server needs beside its connections."""
 
 
-class Drained(Protocol):
-    """State of an application that drains.
-
-    Attributes:
-        config: options, of which `drain_timeout_s` is read.
-        metrics: metrics with the number of requests being answered.
-        draining: True after the first signal: running requests finish, new requests are refused.
-    """
-
-    config: ServerConfig
-    metrics: HttpMetrics
-    draining: bool
-
-
 class Server(uvicorn.Server):
     """HTTP server that drains at the first signal and stops at the second.
 
     A draining server finishes running requests. Each of its answers ends its connection, so clients go elsewhere.
     """
 
-    def __init__(self, config: uvicorn.Config, state: Drained, limits: ConnectionLimits) -> None:
+    def __init__(self, config: uvicorn.Config, state: HttpState, limits: ConnectionLimits) -> None:
         super().__init__(config)
         self._state, self._limits = state, limits
         self._draining: asyncio.Task[None] | None = None
@@ -69,13 +59,10 @@ class Server(uvicorn.Server):
         asyncio.get_running_loop().call_soon_threadsafe(self._drain)
 
     def _drain(self) -> None:
-        self._draining = asyncio.get_running_loop().create_task(self._wait_for_requests())
+        self._draining = asyncio.get_running_loop().create_task(self._stop_when_drained())
 
-    async def _wait_for_requests(self) -> None:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._state.config.drain_timeout_s
-        while self._state.metrics.running and loop.time() < until:
-            await asyncio.sleep(0.05)
+    async def _stop_when_drained(self) -> None:
+        await self._state.drain()
         self.should_exit = True
         self.force_exit = bool(self._state.metrics.running)
 
@@ -85,7 +72,6 @@ class Listener:
 
     Args:
         app: ASGI application.
-        config: options with the limits.
         state: state of the application, which drains.
         listening: bound socket.
 
@@ -94,8 +80,8 @@ class Listener:
         serving: task that ends when the server has stopped; None before `start`.
     """
 
-    def __init__(self, app: Any, config: ServerConfig, state: Drained, listening: socket.socket) -> None:
-        self._limits = ConnectionLimits(config, raise_file_limit(config.max_connections))
+    def __init__(self, app: Any, state: HttpState, listening: socket.socket) -> None:
+        self._limits = ConnectionLimits(state.config, raise_file_limit(state.config.max_connections), state.keys)
         http = uvicorn.Config(
             app,
             log_config=None,
@@ -116,8 +102,52 @@ class Listener:
 
     def stop(self) -> None:
         """Ask the server to stop; `serving` ends soon."""
-        self._watching.cancel()
         self.server.should_exit = True
+        if self.serving is not None:
+            self._watching.cancel()
+
+
+@asynccontextmanager
+async def prepared(
+    app: Any, state: HttpState, listening: socket.socket, delete_owned: Callable[[Set[str]], int]
+) -> AsyncIterator[Listener]:
+    """Make the listener of an application, and read its key file again at SIGHUP, until a `with` statement ends.
+
+    Args:
+        app: ASGI application.
+        state: its state, which drains at SIGTERM.
+        listening: bound socket.
+        delete_owned: see `KeyReloader`.
+
+    Yields:
+        The listener, which is to be started.
+    """
+    reloader = KeyReloader(state.keys, delete_owned)
+    if hasattr(signal, "SIGHUP"):
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
+    reloading, listener = asyncio.create_task(reloader.run()), Listener(app, state, listening)
+    try:
+        yield listener
+    finally:
+        reloading.cancel()
+        listener.stop()
+
+
+def run_service(name: str, config: ServerConfig, main: Callable[[ServerConfig, socket.socket], Coroutine[Any, Any, T]]) -> T:
+    """Run an HTTP process to its end: its logs, its spans, its socket, and a coroutine in the event loop.
+
+    Args:
+        name: name of the service in spans.
+        config: options of the server.
+        main: function that returns the coroutine, from the options with the resolved host and from the bound socket.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    set_up_logs(config.log_format)
+    set_up_tracing(name)
+    with listen(config) as listening:
+        return run(main(replace(config, host=listening.getsockname()[0]), listening))
 
 
 def url_of(listening: socket.socket) -> str:

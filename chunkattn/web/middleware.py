@@ -7,7 +7,6 @@ import re
 import secrets
 import time
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,17 +15,16 @@ from chunkattn.addresses import is_loopback
 from chunkattn.fair_threads import OWNER
 from chunkattn.request_record import RECORD, RequestRecord
 from chunkattn.web.errors import ApiError, api_error, too_large
-from chunkattn.web.keys import Caller, Keys, Shares
+from chunkattn.web.http_state import HttpState
+from chunkattn.web.keys import Caller
 from chunkattn.web.names import is_host, names_this_machine
-from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
 from chunkattn.web.request_log import TIMING_HEADER, TOKENS_HEADER, fields_of, text_of, timing_header, tokens_header
 from chunkattn.web.tracing import RequestSpan
 
 logger = logging.getLogger("chunkattn.server.access")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-OPEN_PATHS = ("/health", "/livez", "/ping", "/readyz")
-"""Routes open without a key, because health probes have no key."""
 METRICS_PATH, REPORT_PATH = "/metrics", "/v1/cache/report"
 """Routes about all clients; `metrics_key` alone opens them if it is set."""
 REPLICA_HEADER = "x-chunkattn-replica"
@@ -35,33 +33,6 @@ _TYPESAFE_PATHS = ("/v1/systemone", "/v1/models")
 """Routes of TypeSafe's clients, which read the request id from a header of their own."""
 _SINGLE = ("host", "authorization")
 """Headers of which two would be read differently by two servers."""
-_SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
-
-
-class HttpMetrics:
-    """Metrics of the HTTP server, in a Prometheus registry of its own. Times are in seconds.
-
-    Attributes:
-        registry: the Prometheus registry.
-        running: requests being answered.
-        requests: counter of answered requests, by route and status.
-        seconds: histogram of the time from a request to the end of its answer, by route.
-    """
-
-    def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.running = 0
-        self._running = Gauge("chunkattn_http_requests_now", "Requests being answered", registry=self.registry)
-        self._running.set_function(lambda: self.running)
-        labels = ["route", "status"]
-        self.requests = Counter("chunkattn_http_requests", "Requests answered", labels, registry=self.registry)
-        self.seconds = Histogram(
-            "chunkattn_http_seconds",
-            "From a request to the end of its answer",
-            ["route"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
 
 
 class Gate:
@@ -72,9 +43,9 @@ class Gate:
     that holds the request id alone.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, metrics: HttpMetrics, keys: Keys, shares: Shares) -> None:
-        self.app, self.config, self.metrics, self.keys, self.shares = app, config, metrics, keys, shares
-        self._local_only = not keys.needed and is_loopback(config.host)
+    def __init__(self, app: ASGIApp, state: HttpState) -> None:
+        self.app, self.config, self.metrics, self.keys, self.shares = app, state.config, state.metrics, state.keys, state.shares
+        self._local_only = not state.keys.needed and is_loopback(state.config.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request, or pass it to the app."""

@@ -1,4 +1,6 @@
-"""Paths of routes that have more than one name."""
+"""Paths of routes that more than one module names."""
 
 RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/reranking")
 """Paths of the route that ranks documents. A path that ends like another one comes before it."""
+OPEN_PATHS = ("/health", "/livez", "/ping", "/readyz")
+"""Routes open without a key, because health probes have no key."""

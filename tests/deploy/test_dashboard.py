@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.gateway.metrics import GatewayMetrics, merge
-from chunkattn.web.middleware import HttpMetrics
+from chunkattn.web.http_state import HttpMetrics
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = json.loads((ROOT / "deploy" / "grafana" / "chunkattn.json").read_text(encoding="utf-8"))

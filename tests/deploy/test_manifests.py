@@ -16,7 +16,7 @@ from chunkattn.config import make_config
 from chunkattn.errors import ConfigError
 from chunkattn.integrations.vllm.serve import chunk_arguments
 from chunkattn.web.keys import Keys
-from chunkattn.web.middleware import OPEN_PATHS
+from chunkattn.web.paths import OPEN_PATHS
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "deploy" / "kubernetes").glob("*.yaml"))

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from chunkattn.web.middleware import OPEN_PATHS
+from chunkattn.web.paths import OPEN_PATHS
 from tests.gateway.rig import COMPLETE, Replica, parts, raw, rig, run, until
 
 
@@ -52,7 +52,7 @@ def test_keys_and_their_file(tmp_path):
                 200,
             ]
             file.write_text("ana:two\n")
-            made.gateway.keys.reload()
+            made.gateway.state.keys.reload()
             assert [await status("/x", "one"), await status("/x", "two")] == [401, 200]
 
     run(case)

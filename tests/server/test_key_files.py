@@ -15,8 +15,8 @@ from chunkattn.server.document_store import Documents
 from chunkattn.web import key_file, keys
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Keys
-from chunkattn.web.middleware import OPEN_PATHS
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
 
 pytest_plugins = ["tests.told_engine"]
 

@@ -14,8 +14,8 @@ from schemathesis.specs.openapi.checks import (
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.server.app import create_app
 from chunkattn.web.errors import ErrorResponse
-from chunkattn.web.middleware import OPEN_PATHS
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
 from tests.patience import PATIENCE_S
 from tests.server_helpers import ServerProcess
 

@@ -8,8 +8,8 @@ from fastapi.testclient import TestClient
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.web.middleware import OPEN_PATHS
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
 
 pytest_plugins = ["tests.told_engine"]
 

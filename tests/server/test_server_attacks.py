@@ -19,8 +19,8 @@ from fastapi.testclient import TestClient
 from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.server import contents
 from chunkattn.server.app import create_app
-from chunkattn.server.bodies import json_answer
 from chunkattn.server.document_store import Documents
+from chunkattn.server.json_answer import json_answer
 from chunkattn.server.state import ServerState
 from chunkattn.web.http import BoundedHttp, ConnectionLimits
 from chunkattn.web.keys import Caller

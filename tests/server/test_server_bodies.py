@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkattn.server.app import create_app
-from chunkattn.server.bodies import SMALL_BODY
 from chunkattn.web import body_shares, json_shape
+from chunkattn.web.bodies import SMALL_BODY
 from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.content_codings import zstd
 from chunkattn.web.json_shape import Shape, measure
@@ -101,9 +101,9 @@ BROKEN = {
 def test_broken_bodies_are_refused(client, name, monkeypatch):
     body, coding, status, code = BROKEN[name]
     if name == "many texts":
-        monkeypatch.setattr("chunkattn.server.bodies._STRINGS_PER_ITEM", 1)
+        monkeypatch.setattr("chunkattn.web.bodies._STRINGS_PER_ITEM", 1)
     if name == "many values":
-        monkeypatch.setattr("chunkattn.server.bodies._MAX_VALUES", 100_000)
+        monkeypatch.setattr("chunkattn.web.bodies._MAX_VALUES", 100_000)
     answer = post(client, body, coding)
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), answer.text
 

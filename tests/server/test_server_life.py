@@ -19,10 +19,10 @@ from chunkattn.cli import app as commands
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.server.state import unless_gone
 from chunkattn.web.errors import ApiError
-from chunkattn.web.middleware import OPEN_PATHS
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
+from chunkattn.web.time_limit import unless_gone
 from tests.patience import PATIENCE_S
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 

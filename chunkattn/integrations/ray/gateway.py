@@ -48,7 +48,7 @@ class _Served(ReloadsKeys):
         self._handover = Handover(records)
         stores = options.gateways == 1
         self._gateway = Gateway(ServeReplicas(engine, CHANNEL), made, config, records, stores_documents=stores)
-        self.start_reloading(self._gateway.keys, self._gateway.documents.delete_owned)
+        self.start_reloading(self._gateway.state.keys, self._gateway.documents.delete_owned)
         await self._gateway.open()
         self._handover.start()
         until = asyncio.get_running_loop().time() + _FIRST_S
@@ -141,7 +141,7 @@ class Listening(_Served):
     ) -> None:
         listening = await asyncio.wait_for(asyncio.to_thread(listen, config), _START_S)
         await self._open(engine, args, replace(config, host=listening.getsockname()[0]))
-        self._listener = Listener(self._gateway.app, config, self._gateway.state, listening)
+        self._listener = Listener(self._gateway.app, self._gateway.state, listening)
         self._listener.start()
 
     async def check_health(self) -> None:
@@ -156,11 +156,7 @@ class Listening(_Served):
 
     async def drain(self) -> None:
         """Refuse new requests, and wait for the running ones, at most `drain_timeout_s`."""
-        state = self._gateway.state
-        state.draining = True
-        until = asyncio.get_running_loop().time() + state.config.drain_timeout_s
-        while state.metrics.running and asyncio.get_running_loop().time() < until:
-            await asyncio.sleep(0.05)
+        await self._gateway.state.drain()
 
     async def __del__(self) -> None:
         """Stop to listen, and close the gateway."""

@@ -97,7 +97,7 @@ class Replica(ReloadsKeys):
         with suppress(AttributeError):
             await self.llm.close()
         with suppress(AttributeError):
-            self._state.decoder.close()
+            self._state.bodies.decoder.close()
 
     async def report(self, since: int = 0, to: Any = None) -> tuple[Report, int]:
         """Return the state of this replica, and its version.

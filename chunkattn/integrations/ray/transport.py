@@ -40,7 +40,7 @@ class ServeReplicas:
         self._handle, self._members = handle, membership(channel)
         self._numbers = count()
         self._read: dict[str, tuple[str, int]] = {}  # generation and version of the last report
-        self._running: set[asyncio.Future[Any]] = set()
+        self._running: dict[asyncio.Future[Any], str] = {}  # replica by the future that ends a call
         self._closed = False
 
     async def open(self) -> None:
@@ -49,10 +49,15 @@ class ServeReplicas:
     async def close(self) -> None:
         """Disconnect; running answers end with `ReplicaGoneError`."""
         self._closed = True
-        for gone in list(self._running):
-            if not gone.done():
-                gone.set_exception(ReplicaGoneError("the gateway is closing"))
+        for name in set(self._running.values()):
+            self.drop(name)
         await self._handle.shutdown_async()
+
+    def drop(self, name: str) -> None:
+        """End the running requests of a replica with `ReplicaGoneError`."""
+        for gone, where in self._running.items():
+            if where == name and not gone.done():
+                gone.set_exception(ReplicaGoneError(f"the gateway no longer waits for the replica {name}"))
 
     def names(self) -> Sequence[str]:
         """Return the names of the replicas that exist now, ready or not."""
@@ -141,12 +146,12 @@ class ServeReplicas:
             raise ReplicaGoneError("the gateway is closing")
         number, gone = next(self._numbers), asyncio.get_running_loop().create_future()
         self._members.wait(number, Ticket(name, gone))
-        self._running.add(gone)
+        self._running[gone] = name
         return number, gone
 
     def _leave(self, name: str, number: int, gone: asyncio.Future[Any]) -> None:
         self._members.settle(name, number)
-        self._running.discard(gone)
+        self._running.pop(gone, None)
         gone.cancel()
 
 

@@ -12,9 +12,11 @@ from chunkattn.outputs import ScoreUsage
 from chunkattn.schema.decide import DecideBody
 from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.generation import named_documents
-from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+from chunkattn.server.json_answer import json_answer
+from chunkattn.server.state import CallerOf, ServerState, State
+from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.keys import Caller
+from chunkattn.web.time_limit import unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["decisions"])
 

@@ -11,10 +11,11 @@ from fastapi import APIRouter, Query, Request
 from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.schema.documents import CacheBody, ChangeBody, ForgetBody
-from chunkattn.server.bodies import JsonRoute
-from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+from chunkattn.server.state import CallerOf, ServerState, State
 from chunkattn.server.stored_document import StoredDocument, count_ids
+from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.errors import ApiError
+from chunkattn.web.time_limit import unless_gone
 
 _SHOWN_TOKENS = 256
 """Tokens of a prefix that an entry shows as text."""

@@ -13,12 +13,14 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import RequestOutput
 from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.server.answers import Answer, Chat, Completion
-from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.state import ServerState, State, unless_gone
+from chunkattn.server.json_answer import json_answer
+from chunkattn.server.state import ServerState, State
 from chunkattn.server.texts import Tail
+from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.errors import ApiError, api_error
 from chunkattn.web.events import HEARTBEAT, EventStream, Timed, event_of, merged
 from chunkattn.web.keys import Caller
+from chunkattn.web.time_limit import unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 

@@ -14,11 +14,13 @@ from chunkattn.calls.rerank import rerank_call
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
 from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
-from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.state import CallerOf, ServerState, State, new_id, unless_gone
+from chunkattn.server.json_answer import json_answer
+from chunkattn.server.state import CallerOf, ServerState, State, new_id
+from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Caller
 from chunkattn.web.middleware import route_path
+from chunkattn.web.time_limit import unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["scoring"])
 

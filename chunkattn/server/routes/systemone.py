@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from chunkattn.schema.systemone import SystemOneBody
-from chunkattn.server.bodies import JsonRoute
 from chunkattn.server.routes.decisions import decide
 from chunkattn.server.state import CallerOf, State
+from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.errors import ApiError, error_responses
 
 

@@ -11,9 +11,11 @@ from chunkattn.errors import RequestError
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.schema.base import Body, CacheSalt, Rendered, TokenIds
 from chunkattn.schema.generation import Chunks, Messages, named_documents
-from chunkattn.server.bodies import JsonRoute, json_answer
-from chunkattn.server.state import CallerOf, ServerState, State, unless_gone
+from chunkattn.server.json_answer import json_answer
+from chunkattn.server.state import CallerOf, ServerState, State
+from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.errors import ApiError
+from chunkattn.web.time_limit import unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["tokens"])
 
