@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,7 +22,8 @@ from chunkattn.schema.base import (
     TokenIds,
     TokenLists,
 )
-from chunkattn.schema.generation import DocumentOrId, check_documents, named_documents, titled, with_stored
+from chunkattn.schema.generation import DocumentOrId, check_documents, named_documents, with_stored
+from chunkattn.schema.parts import fields_text, stored_id, titled
 from chunkattn.web.errors import ApiError
 
 OneOrMany = str | Texts
@@ -185,40 +185,24 @@ class RerankDocument(BaseModel):
         Raises:
             ValueError: the document has neither a text, nor one of the fields to rank by, nor an id alone.
         """
-        values = {"title": self.title, "text": self.text, **self.__pydantic_extra__}
+        values = self.model_dump()
         if names is not None and not self.stored_id and all(values.get(name) is None for name in names):
             raise ValueError(f"documents.{number} has none of rank_fields {list(names)}")
         if names is None and self.text is None and self.stored_id is None:
             raise ValueError(f"documents.{number} needs a text, or the id of a stored document and nothing else")
 
-    def fields(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the named fields as texts, without absent and null ones; a value that is no text in JSON.
-
-        Args:
-            names: names of the fields, in the order of the result.
-        """
-        values = {"title": self.title, "text": self.text, **self.__pydantic_extra__}
-        found = {name: values[name] for name in names if values.get(name) is not None}
-        return {n: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for n, v in found.items()}
-
     def plain(self, names: Sequence[str] | None) -> str:
         """Return the text to rank.
 
         Args:
-            names: fields to rank by: the value of one field, or a line `name: value` for each of several. None reads
-                the text, below its title.
+            names: fields to rank by, see `fields_text`. None reads the text, below its title.
         """
-        if names is None:
-            return titled(self.title, self.text or "")
-        found = self.fields(names)
-        return "\n".join(f"{name}: {value}" for name, value in found.items()) if len(names) > 1 else "".join(found.values())
+        return titled(self.title, self.text or "") if names is None else fields_text(self.model_dump(), names)
 
     @property
     def stored_id(self) -> str | None:
         """Return the id of the stored document; None for a document with a text."""
-        name = self.__pydantic_extra__.get("id")
-        is_alone = self.text is None and self.title is None and len(self.__pydantic_extra__) == 1
-        return name if is_alone and isinstance(name, str) else None
+        return stored_id(self.model_dump())
 
 
 class QueryText(Entry):
