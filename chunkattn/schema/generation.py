@@ -153,8 +153,6 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Prompt]:
 class PromptBody(Body):
     """Fields of a prompt: text, token ids, or parts."""
 
-    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
-
     prompt: Annotated[
         str | TokenIds | Texts | TokenLists,
         Field(description="Text or token ids, or a list of either; split at the separator if chunk_aware."),
@@ -193,6 +191,8 @@ class PromptBody(Body):
 
 class CompletionBody(Sampling, PromptBody, CompletionNoEffect):
     """Request body of `/v1/completions`."""
+
+    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
 
     focus: FocusField = None
     max_tokens: int = 16
@@ -308,10 +308,9 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
         self.check_same("max_tokens", "max_completion_tokens")
         return self
 
-    @property
-    def limit(self) -> int | None:
-        """Return the number of tokens to generate at most; None generates as many as fit."""
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+    def named(self) -> dict[int, str]:
+        """Return the ids of the documents named by id, by their place."""
+        return named_documents(self.documents)
 
     def chunks(self, stored: Mapping[int, Any]) -> list[Any] | None:
         """Return the text or the token ids of each document, or None without documents.

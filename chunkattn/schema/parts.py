@@ -28,7 +28,7 @@ class Value(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """What is read from its beginning, documents behind it in any order, and what is read behind them.
+    """Text read from its beginning, documents behind it in any order, and what is read behind them.
 
     Attributes:
         kind: what the K/V depends on beside the parts, as JSON.

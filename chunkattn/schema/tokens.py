@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from pydantic import model_validator
 
 from chunkattn.schema.base import Body, CacheSalt, Rendered, TokenIds
@@ -34,6 +36,8 @@ class DetokenizeBody(Body):
 
 class InspectBody(PromptBody):
     """One prompt in the formats of `/v1/completions`."""
+
+    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
 
     prompt: str | TokenIds = ""
     cache_salt: CacheSalt = None

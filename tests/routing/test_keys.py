@@ -347,6 +347,17 @@ def test_a_chat_without_a_user_message():
     assert keys_of("/v1/chat/completions", body).pieces
 
 
+def test_several_parts_of_a_content_are_no_text():
+    """A template may render parts apart, so their joined text has other keys."""
+
+    def keys(content):
+        return keys_of("/v1/chat/completions", {"messages": [SYSTEM | {"content": content}, USER], "documents": ["Figs."]})
+
+    parts = [{"type": "text", "text": text} for text in (LONG[:600], LONG[600:900])]
+    assert keys(parts[:1]) == keys(LONG[:600])
+    assert shared(keys(parts), keys(LONG[:900])) == 0
+
+
 def test_an_effort_is_a_variable_of_the_template():
     body = {"messages": [SYSTEM | {"content": LONG}, USER], "documents": ["Figs."]}
     plain, high, named = (
