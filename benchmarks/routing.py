@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import time
 from contextlib import ExitStack, closing
@@ -24,10 +25,10 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from benchmarks.routing_policies import POLICIES
 from benchmarks.routing_simulator import simulate, workload
 from benchmarks.serving import PATH, Server, greedy
 from chunkattn.cli.progress import say, timed
-from chunkattn.gateway.policy import POLICIES
 
 WORDS = ("river", "poet", "lives", "in", "Tunise", "Rumi", "Nila", "city", "job", "is", "a", "painter", "who", "works", "near")
 PREFIX, QUESTION = "Read the documents and answer the question. ", " What is the job of Rumi? Answer:"
@@ -92,7 +93,9 @@ async def wait_ready(url: str, replicas: int) -> None:
 
 def gateway(urls: list[str], policy: str) -> Server:
     """Return a running gateway whose replicas are all ready."""
-    made = Server(*urls, f"--policy={policy}", "--log-format=json", command="route")
+    here = Path(__file__).parent
+    env = {"PYTHONPATH": f"{here / 'other_policy'}{os.pathsep}{here.parent}", "ROUTING_POLICY": policy}
+    made = Server(*urls, "--log-format=json", command="route", env=env)
     asyncio.run(wait_ready(made.url, len(urls)))
     return made
 

@@ -1,4 +1,4 @@
-"""Simulate replicas behind a gateway, under each policy of `chunkattn.routing`, and compare what they compute.
+"""Simulate replicas behind a gateway, under each policy of `benchmarks.routing_policies`, and compare what they compute.
 
     python -m benchmarks.routing_simulator [--replicas 4 64 1024] [--gateways 8 --report 2] [--json]
 
@@ -19,18 +19,24 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import count
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from benchmarks.routing_policies import POLICIES
 from chunkattn.cli.progress import timed
-from chunkattn.gateway.policy import POLICIES, Policy
-from chunkattn.schema.ledger import Ledger
+from chunkattn.gateway.policy import Policy
+from chunkattn.gateway.watch import DOCUMENT_SHARE
 from chunkattn.schema.piece_keys import Keys
+from chunkattn.server.cache_report import CacheReports
+
+if TYPE_CHECKING:
+    from chunkattn.async_llm import AsyncLLM
 
 BYTES_PER_TOKEN = 4
-_SENT_LATELY_S = 0.5
-"""Age up to which a report says nothing about what was sent."""
+_ENGINE = SimpleNamespace(client=SimpleNamespace(restarts=0, limits=None))
+"""Engine of the replicas' logs."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +160,6 @@ class Cache:
             if key in self._pages:
                 self._pages.move_to_end(key)
 
-    def holds(self, key: int, tokens: int) -> bool:
-        """Return whether a part is present as a whole.
-
-        Args:
-            key: key of the part.
-            tokens: tokens of the part.
-        """
-        return self._pages.get(key, 0) * self._block >= tokens
-
 
 def simulate(
     jobs: Sequence[Sequence[int]],
@@ -178,7 +175,7 @@ def simulate(
     answer: int = 16,
     gateways: int = 1,
     report_s: float | None = None,
-    assumed: float = 1.0,
+    assumed: float = DOCUMENT_SHARE,
     skip: int = 0,
     per_token_s: float = 0.4e-3,
     per_request_s: float = 0.05,
@@ -211,7 +208,7 @@ def simulate(
     text_sizes = [BYTES_PER_TOKEN * size for size in sizes] if text_sizes is None else text_sizes
     names = [f"replica {number} of {seed}" for number in range(replicas)]
     caches, free_at = {name: Cache(pages, block) for name in names}, dict.fromkeys(names, 0.0)
-    ledgers: dict[str, Ledger[int]] = {name: Ledger(1 << 40) for name in names}
+    logs = {name: CacheReports(cast("AsyncLLM", _ENGINE)) for name in names}
     policies = [_policy(policy, names, assumed * pages * block * BYTES_PER_TOKEN, seed + n) for n in range(gateways)]
     computed = asked = wrong = 0
     times, decisions, told = list[float](), list[float](), dict.fromkeys(names, 0)
@@ -225,12 +222,10 @@ def simulate(
         now, _, event = heapq.heappop(events)
         if isinstance(event, str):
             if running:
-                ledger, cache = ledgers[event], caches[event]
-                for key, number in ledger.batch(len(ledger)):
-                    ledger.found(key, cache.holds(key, sizes[number]))
+                report = logs[event].report(told[event])
                 for one in policies:
-                    one.merge(event, *ledger.snapshot(told[event]), now - _SENT_LATELY_S)
-                told[event] = ledger.version
+                    one.note(event, report["held"], now)
+                told[event] = report["version"]
                 heapq.heappush(events, (now + (report_s or 0), next(serial), event))
             continue
         if event is not None:
@@ -249,7 +244,8 @@ def simulate(
         missing = one.missing(name, keys)
         work = one.sent(name, keys, now)
         if report_s is not None:
-            ledgers[name].note(keys.pieces, documents)
+            with logs[name].sent(keys):
+                pass
         parts = [(d + 1, sizes[d]) for d in documents]
         new = caches[name].take(parts)
         # The cache keeps full pages alone of question and answer.
@@ -289,7 +285,7 @@ def main() -> None:
     parser.add_argument("--zipf", type=float, default=1.0)
     parser.add_argument("--gateways", type=int, default=1)
     parser.add_argument("--report", type=float, help="seconds between reports; by default there are none")
-    parser.add_argument("--assumed", type=float, default=1.0, help="capacity that policies assume, as a share of the true one")
+    parser.add_argument("--assumed", type=float, default=DOCUMENT_SHARE, help="share of the true capacity that is assumed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()

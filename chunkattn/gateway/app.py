@@ -18,36 +18,24 @@ from chunkattn.gateway.documents import GatewayDocuments
 from chunkattn.gateway.forget import forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.gateway.policy import POLICIES
+from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.relay import Relay
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
+from chunkattn.schema.parts import ROUTES
 from chunkattn.web.cors import cors_options
 from chunkattn.web.errors import ApiError
 from chunkattn.web.http_state import HttpState
 from chunkattn.web.middleware import METRICS_PATH, REPORT_PATH, Gate, route_path
 from chunkattn.web.options import ServerConfig
-from chunkattn.web.paths import OPEN_PATHS, RERANK_PATHS
+from chunkattn.web.paths import OPEN_PATHS
 
 _MOST_PLACES = 1 << 30
 _MEASURE_S, _TOKENIZE_S = 300.0, 5.0
 """Seconds after which bytes per token are measured again, and that a replica has to count tokens."""
-_KNOWN = (
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/score",
-    "/score",
-    "/generative_scoring",
-    *RERANK_PATHS,
-    FORGET,
-    "/v1/decisions",
-    "/v1/systemone",
-    "/v1/models",
-    "/tokenize",
-    "/detokenize",
-)
+_KNOWN = (*ROUTES, "/v1/models", "/detokenize")
 """Routes with a label of their own in the metrics; clients choose paths freely, so all others share one."""
 
 
@@ -86,7 +74,7 @@ class Gateway:
         registry = self.state.metrics.registry
         ProcessCollector(registry=registry)
         self.metrics = GatewayMetrics(registry)
-        self.policy = POLICIES[options.policy]()
+        self.policy = Policy()
         self.documents = GatewayDocuments(
             replicas,
             self.policy,

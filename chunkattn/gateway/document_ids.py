@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from chunkattn.documents.records import DocumentRecord
+from chunkattn.schema.parts import Route, route_of, stored_id
 from chunkattn.web.errors import ApiError
-from chunkattn.web.paths import RERANK_PATHS
 
-_CHUNKS = ("/v1/completions", "/inspect")
-_DOCUMENTS = ("/v1/chat/completions", "/v1/decisions", "/v1/systemone")
-_PAIRS = ("/v1/score", "/score")
 _MAX_ID_CHARS = 128
 _BYTES_PER_ID = 6
 """Bytes of a token id in JSON, about."""
@@ -28,9 +25,25 @@ def salt_of(path: str, body: Mapping[str, Any]) -> str | None:
         path: path of the request.
         body: decoded JSON body.
     """
-    names = ("cache_salt", "prompt_cache_key") if path.endswith("/v1/decisions") else ("cache_salt",)
-    found = next((body[name] for name in names if body.get(name) is not None), None)
-    return found if isinstance(found, str) else None
+    route = route_of(path)
+    return None if route is None else route.salt(body)
+
+
+def bytes_of_ids(path: str, body: Mapping[str, Any], find: Find) -> int:
+    """Return the bytes that `with_texts` adds to a body, about. Nothing is built for that.
+
+    Args:
+        path: path of the request.
+        body: decoded JSON body.
+        find: returns the record of an id.
+    """
+    _, ids = _ids_of(path, body)
+    records = ((find(name), count) for name, count in Counter(ids.values()).items())
+    return sum(count * _num_bytes(record) for record, count in records if record is not None)
+
+
+def _num_bytes(record: DocumentRecord) -> int:
+    return len(record.document) * (1 if isinstance(record.document, str) else _BYTES_PER_ID)
 
 
 def with_texts(path: str, body: Mapping[str, Any], find: Find) -> Mapping[str, Any]:
@@ -46,96 +59,54 @@ def with_texts(path: str, body: Mapping[str, Any], find: Find) -> Mapping[str, A
     Raises:
         ApiError: 404, no document has an id; 400, the route cannot take the document in this form.
     """
-    if path.endswith(_CHUNKS):
-        chunks = body.get("chunks")
-        if not isinstance(chunks, Mapping):
-            return body
-        documents = _replaced(chunks.get("documents"), find, "chunks.documents", _content)
-        return body if documents is None else {**body, "chunks": {**chunks, "documents": documents}}
-    if path.endswith(_DOCUMENTS):
-        make = _content
-    elif path.endswith(RERANK_PATHS):
-        fields = body.get("rank_fields")
-        if isinstance(fields, list) and "id" in fields:
-            return body
-
-        def make(record: DocumentRecord, place: str) -> Any:
-            return _ranked(record, place, fields)
-
-    elif path.endswith(_PAIRS):
-        make = _text
-    else:
+    route, ids = _ids_of(path, body)
+    if route is None or not ids:
         return body
-    documents = _replaced(body.get("documents"), find, "documents", make)
-    return body if documents is None else {**body, "documents": documents}
-
-
-def bytes_of_ids(path: str, body: Mapping[str, Any], find: Find) -> int:
-    """Return the bytes that `with_texts` adds to a body, about. Nothing is built for that.
-
-    Args:
-        path: path of the request.
-        body: decoded JSON body.
-        find: returns the record of an id.
-    """
-    parts = body.get("chunks") if path.endswith(_CHUNKS) else body
-    documents = parts.get("documents") if isinstance(parts, Mapping) else None
-    if not isinstance(documents, list):
-        return 0
-    counts = Counter(name for document in documents if (name := _id_of(document)) is not None)
-    return sum(count * _num_bytes(record) for name, count in counts.items() if (record := find(name)) is not None)
-
-
-def _num_bytes(record: DocumentRecord) -> int:
-    return len(record.document) * (1 if isinstance(record.document, str) else _BYTES_PER_ID)
-
-
-def _replaced(given: Any, find: Find, field: str, make: Callable[[DocumentRecord, str], Any]) -> Sequence[Any] | None:
-    """Return documents without ids, or None if there is no id among them."""
-    if not isinstance(given, list):
-        return None
-    named = {number: name for number, document in enumerate(given) if (name := _id_of(document)) is not None}
-    if not named:
-        return None
-    documents = list(given)
-    for number, name in named.items():
-        place = f"{field}.{number}"
+    documents = [*route.documents(body)]
+    for number, name in ids.items():
+        place = f"{'.'.join(route.place)}.{number}"
         if (record := find(name)) is None:
             text = (
                 f"{place} names the document {name[:_MAX_ID_CHARS]!r}, which is not stored under this salt: it was never "
                 "added, was deleted or has expired; add it by POST /v1/cache/documents, or send its text"
             )
             raise ApiError(404, text, param="documents", code="document_not_found")
-        documents[number] = make(record, place)
-    return documents
+        documents[number] = _content(record, place, route, body)
+    return route.with_documents(body, documents)
 
 
-def _id_of(document: Any) -> str | None:
-    """Return the id of an object that holds an id alone."""
-    if not isinstance(document, Mapping):
-        return None
-    given = {name for name, value in document.items() if value is not None}
-    name = document.get("id")
-    return name if given == {"id"} and isinstance(name, str) else None
+def _ids_of(path: str, body: Mapping[str, Any]) -> tuple[Route | None, dict[int, str]]:
+    """Return the route of a path, and the ids of the documents that a body names by id, by their place."""
+    route = route_of(path)
+    if route is None or route.named is None or (route.named == "ranked" and "id" in _rank_fields(body)):
+        return route, {}
+    ids = {number: name for number, document in enumerate(route.documents(body)) if (name := stored_id(document)) is not None}
+    return route, ids
 
 
-def _content(record: DocumentRecord, place: str) -> Any:
-    return record.source
+def _rank_fields(body: Mapping[str, Any]) -> list[Any]:
+    names = body.get("rank_fields")
+    return names if isinstance(names, list) else []
 
 
-def _text(record: DocumentRecord, place: str) -> str:
+def _content(record: DocumentRecord, place: str, route: Route, body: Mapping[str, Any]) -> Any:
+    """Return what takes the place of an id.
+
+    Raises:
+        ApiError: 400, the route cannot take the document in this form.
+    """
     source = record.source
-    if isinstance(source, str):
+    if route.named == "content":
         return source
-    text = f"{place}: the document {record.id!r} is stored as token ids, and behind a gateway this route takes texts alone"
-    raise ApiError(400, text, param="documents", code="invalid_value")
-
-
-def _ranked(record: DocumentRecord, place: str, fields: Any) -> Any:
-    text = _text(record, place)
-    if not isinstance(fields, list) or not fields:
-        return {"id": record.id, "text": text}
-    if len(fields) == 1 and isinstance(fields[0], str):
-        return {"id": record.id, fields[0]: text}
+    if not isinstance(source, str):
+        text = f"{place}: the document {record.id!r} is stored as token ids, and behind a gateway this route takes texts alone"
+        raise ApiError(400, text, param="documents", code="invalid_value")
+    if route.named == "text":
+        return source
+    match _rank_fields(body):
+        case []:
+            return {"id": record.id, "text": source}
+        case [str(field)]:
+            return {"id": record.id, field: source}
     text = f"{place} names a stored document, which has no fields; with several rank_fields send the document itself"
     raise ApiError(400, text, param="documents", code="invalid_value")

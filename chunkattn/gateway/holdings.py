@@ -1,10 +1,10 @@
-"""`Holdings`: the pieces that one replica probably holds, from what it was sent and what it reports."""
+"""`Holdings`: the pieces that one replica probably holds, from what it was sent."""
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from itertools import count
 
 _serials = count()
@@ -14,7 +14,7 @@ class Holdings:
     """Record of the pieces that one replica was sent, the least recently sent first out.
 
     The record errs little against the replica's own cache, which evicts in the same order, as long as it assumes the right
-    capacity. Reports correct the rest.
+    capacity.
 
     Args:
         name: the replica.
@@ -28,13 +28,12 @@ class Holdings:
         size: bytes of the recorded pieces.
         serial: number of this record. A replica that left and came back has another record.
         work: bytes queued at the replica.
-        requests: number of requests queued at the replica.
     """
 
     def __init__(self, name: str, where: dict[int, dict[str, None]], most_pieces: int) -> None:
         self.name, self._where, self.most_pieces = name, where, most_pieces
         self.capacity: float = math.inf
-        self.size = self.work = self.requests = 0
+        self.size = self.work = 0
         self.serial = next(_serials)
         self._pieces: OrderedDict[int, tuple[int, float]] = OrderedDict()  # size and time of each
 
@@ -66,25 +65,6 @@ class Holdings:
             holders = self._where.setdefault(key, {})
             holders.pop(self.name, None)
             holders[self.name] = None
-        self.shrink()
-
-    def merge(self, held: Mapping[int, int], gone: Collection[int], before: float) -> None:
-        """Take a report of what the replica holds. Pieces that the report does not name stay as they are.
-
-        Args:
-            held: size by key of pieces that the replica holds.
-            gone: keys of pieces that it does not hold.
-            before: time of the report. What was sent at that time or later stays.
-        """
-        for key in gone:
-            if key in self._pieces and self._pieces[key][1] < before:
-                self.forget(key)
-        for key, size in held.items():
-            if key not in self._pieces:
-                self._pieces[key] = size, -math.inf
-                self._pieces.move_to_end(key, last=False)  # sent by another gateway, at an unknown time
-                self.size += size
-                self._where.setdefault(key, {})[self.name] = None
         self.shrink()
 
     def shrink(self) -> None:

@@ -377,11 +377,10 @@ def _read_report(body: bytes) -> tuple[Report, int]:
     """
     try:
         told = msgspec.json.decode(body)
-        held = None if told.get("held") is None else {int(key): int(size) for key, size in told["held"]}
-        gone = frozenset(int(key) for key in told.get("gone") or ())
+        held = {int(key): int(size) for key, size in told.get("held") or ()}
         capacity = None if told.get("capacity") is None else int(told["capacity"])
-        ready, responsive, age_s = bool(told["ready"]), bool(told.get("responsive", True)), float(told.get("age_s", 0.0))
-        report = Report(str(told["generation"]), ready, capacity, held, gone, age_s, responsive)
+        ready, responsive = bool(told["ready"]), bool(told.get("responsive", True))
+        report = Report(str(told["generation"]), ready, capacity, held, responsive)
         return report, int(told.get("version", 0))
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None

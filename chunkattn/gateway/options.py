@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError
-from chunkattn.gateway.policy import POLICIES
 from chunkattn.options import take_paths
 
 
@@ -14,8 +13,8 @@ class GatewayOptions:
     """Options of the gateway: how it chooses, asks and watches replicas.
 
     Attributes:
-        policy: rule that chooses the replica of a request: `document` sends it where the fewest bytes of its documents are
-            missing; `prefix`, `round_robin` and `power_of_two` are there for comparison.
+        policy: rule that chooses the replica of a request: `document`, the only one, sends it where the fewest bytes of its
+            documents are missing.
         chunk_separator: separator at which the replicas split text prompts; None if they split none.
         replica_key: API key of the gateway's own requests to the replicas. Requests of clients keep their own key.
         resolve: take every address of a host name as a replica of its own, and look the names up again every 5 s, as for a
@@ -45,8 +44,8 @@ class GatewayOptions:
 
     def __post_init__(self) -> None:
         take_paths(self)
-        if self.policy not in POLICIES:
-            raise ConfigError(f"policy {self.policy!r} is unknown; choose one of {', '.join(POLICIES)}")
+        if self.policy != "document":
+            raise ConfigError(f"policy {self.policy!r} is unknown; the only one is document")
         if self.max_tries < 1:
             raise ConfigError(f"max_tries must be at least 1, got {self.max_tries}")
         for name in ("report_period_s", "report_timeout_s", "hang_timeout_s", "connect_timeout_s"):

@@ -1,9 +1,9 @@
-"""Policies that choose the replica of a request. They know no network and no engine, so servers and simulators share them."""
+"""`Policy`: chooses the replica of a request. It knows no network and no engine, so gateway and simulator share it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from heapq import nlargest
 from itertools import islice
@@ -46,7 +46,10 @@ class Work(NamedTuple):
 
 
 class Policy:
-    """Record of what replicas hold and do, and the rule that ranks them for a request; subclasses hold the rules.
+    """Record of what replicas hold and do, and the rule that ranks them for a request.
+
+    A request goes where the least is to do: the missing bytes of its pieces, and a quarter of the bytes queued there. Among
+    equal replicas, the owner of most bytes of the pieces that no replica holds comes first, then a random one.
 
     All times are of one clock of the caller. Time and memory are bounded: a decision compares at most 64 replicas by at most
     256 pieces, and the record has at most `most_pieces` pieces.
@@ -55,8 +58,6 @@ class Policy:
         most_pieces: limit on the pieces recorded for all replicas together, of about 450 bytes of memory each.
         seed: seed of random choices.
     """
-
-    name = ""
 
     def __init__(self, most_pieces: int = 1 << 21, seed: int = 0) -> None:
         self._most_pieces = most_pieces
@@ -127,7 +128,26 @@ class Policy:
             keys: keys of the request.
             names: distinct names of the replicas to choose from; of unknown ones, nothing is held and nothing is queued.
         """
-        raise NotImplementedError
+        pieces = keys.pieces
+        if len(pieces) > _MOST_READ:
+            pieces = tuple(nlargest(_MOST_READ, pieces, key=lambda piece: piece[1]))
+        votes: dict[str, int] = {}
+        for key, size in pieces if self._names else ():
+            if key not in self._where:
+                owner = self.owner(key)
+                votes[owner] = votes.get(owner, 0) + size
+        if len(names) > _FEW:
+            held = sorted((key for key, _ in pieces if key in self._where), key=lambda key: len(self._where[key]))
+            owners = nlargest(_FEW, votes, key=votes.__getitem__)
+            names = self._holders(held, names, [*owners, *self._sample(names)])
+        total = sum([size for _, size in pieces])
+
+        def cost(name: str) -> tuple[float, int, float]:
+            holdings = self._replicas.get(name)
+            to_do = total if holdings is None else holdings.missing(pieces) + _QUEUED * holdings.work
+            return to_do, -votes.get(name, 0), self._random.random()
+
+        return sorted(names, key=cost)
 
     def sent(self, name: str, keys: Keys, now: float) -> Work:
         """Record that a request goes to a replica, and return its work.
@@ -140,12 +160,10 @@ class Policy:
         holdings = self._replicas.get(name)
         if holdings is None:
             return Work()
-        pieces = self._recorded(keys)
-        new = [(key, size) for key, size in pieces if key not in holdings]
+        new = [(key, size) for key, size in keys.pieces if key not in holdings]
         work = Work(_REQUEST + keys.rest + sum([size for _, size in new]), holdings.serial, tuple([k for k, _ in new]), now)
-        holdings.add(reversed(pieces), now)  # engines evict what comes last first
+        holdings.add(reversed(keys.pieces), now)  # engines evict what comes last first
         holdings.work += work.size
-        holdings.requests += 1
         return work
 
     def done(self, name: str, work: Work, *, computed: bool = True) -> None:
@@ -160,24 +178,22 @@ class Policy:
         if holdings is None or holdings.serial != work.serial:
             return
         holdings.work -= work.size
-        holdings.requests -= 1
         if not computed:
             for key in work.new:
                 holdings.forget(key, unless_after=work.sent)
 
     # Corrections
 
-    def merge(self, name: str, held: Mapping[int, int], gone: Collection[int], before: float) -> None:
-        """Take a report of what a replica holds; see `Holdings.merge`.
+    def note(self, name: str, pieces: Iterable[tuple[int, int]], now: float) -> None:
+        """Record what all gateways have sent to a replica.
 
         Args:
             name: the replica.
-            held: size by key of pieces that the replica holds.
-            gone: keys of pieces that it was sent and does not hold.
-            before: time of the report. What was sent at that time or later stays.
+            pieces: key and size of each piece, the one to be evicted last at the end.
+            now: time.
         """
         if (holdings := self._replicas.get(name)) is not None:
-            holdings.merge(held, gone, before)
+            holdings.add(pieces, now)
 
     def clear(self, name: str) -> None:
         """Drop what a replica held: its engine has restarted. Its queue stays, until `done` is called for each request.
@@ -207,8 +223,8 @@ class Policy:
             name: the replica.
             keys: keys of the request.
         """
-        pieces, holdings = self._recorded(keys), self._replicas.get(name)
-        return sum([size for _, size in pieces]) if holdings is None else holdings.missing(pieces)
+        holdings = self._replicas.get(name)
+        return sum([size for _, size in keys.pieces]) if holdings is None else holdings.missing(keys.pieces)
 
     def queued(self, name: str) -> int:
         """Return the bytes of text queued at a replica.
@@ -228,11 +244,7 @@ class Policy:
         holdings = self._replicas.get(name)
         return 0 if holdings is None else len(holdings)
 
-    # For subclasses
-
-    def _recorded(self, keys: Keys) -> Sequence[tuple[int, int]]:
-        """Return the pieces of a request under the keys by which they are recorded."""
-        return keys.pieces
+    # Replicas to compare
 
     def _sample(self, names: Sequence[str]) -> list[str]:
         """Return a random sample of replicas; all of a few."""
@@ -253,107 +265,6 @@ class Policy:
                 break
             found.update((name, None) for name in islice(self._where.get(key, ()), _FEW) if name in allowed)
         return list(islice(found, _MOST_COMPARED))
-
-
-class DocumentPolicy(Policy):
-    """Sends a request where the least is to do: the missing bytes of its pieces, and a quarter of the bytes queued there.
-
-    Among equal replicas, the owner of most bytes of the pieces that no replica holds comes first, then a random one.
-    """
-
-    name = "document"
-
-    def rank(self, keys: Keys, names: Sequence[str]) -> list[str]:
-        """Return replicas, the best first; see `Policy.rank`."""
-        pieces = keys.pieces
-        if len(pieces) > _MOST_READ:
-            pieces = tuple(nlargest(_MOST_READ, pieces, key=lambda piece: piece[1]))
-        votes: dict[str, int] = {}
-        for key, size in pieces if self._names else ():
-            if key not in self._where:
-                owner = self.owner(key)
-                votes[owner] = votes.get(owner, 0) + size
-        if len(names) > _FEW:
-            held = sorted((key for key, _ in pieces if key in self._where), key=lambda key: len(self._where[key]))
-            owners = nlargest(_FEW, votes, key=votes.__getitem__)
-            names = self._holders(held, names, [*owners, *self._sample(names)])
-        total = sum([size for _, size in pieces])
-
-        def cost(name: str) -> tuple[float, int, float]:
-            holdings = self._replicas.get(name)
-            to_do = total if holdings is None else holdings.missing(pieces) + _QUEUED * holdings.work
-            return to_do, -votes.get(name, 0), self._random.random()
-
-        return sorted(names, key=cost)
-
-
-class PrefixPolicy(Policy):
-    """Sends a request to the replica that was sent the longest equal beginning: other routers' rule, for comparison.
-
-    Among equal replicas, the one with the fewest bytes queued comes first. A document behind other documents is another piece.
-    """
-
-    name = "prefix"
-
-    def rank(self, keys: Keys, names: Sequence[str]) -> list[str]:
-        """Return replicas, the best first; see `Policy.rank`."""
-        chain = [key for key, _ in self._recorded(keys)[:_MOST_READ]]
-        if len(names) > _FEW:
-            names = self._holders(reversed(chain), names, self._sample(names))
-
-        def cost(name: str) -> tuple[int, int, float]:
-            holdings = self._replicas.get(name)
-            if holdings is None:
-                return 0, 0, self._random.random()
-            longest = next((place for place, key in enumerate(chain) if key not in holdings), len(chain))
-            return -longest, holdings.work, self._random.random()
-
-        return sorted(names, key=cost)
-
-    def _recorded(self, keys: Keys) -> Sequence[tuple[int, int]]:
-        made, before = [], b""
-        for key, size in keys.pieces:
-            before = blake2b(key.to_bytes(8, "big") + before, digest_size=8).digest()
-            made.append((int.from_bytes(before, "big"), size))
-        return made
-
-
-class RoundRobinPolicy(Policy):
-    """Sends requests to one replica after the other."""
-
-    name = "round_robin"
-
-    def __init__(self, most_pieces: int = 1 << 21, seed: int = 0) -> None:
-        super().__init__(most_pieces, seed)
-        self._turn = -1
-
-    def rank(self, keys: Keys, names: Sequence[str]) -> list[str]:
-        """Return replicas, the best first; see `Policy.rank`."""
-        if not names:
-            return []
-        self._turn = (self._turn + 1) % len(names)
-        return [names[(self._turn + place) % len(names)] for place in range(min(len(names), _FEW))]
-
-
-class PowerOfTwoPolicy(Policy):
-    """Sends a request to the replica of two random ones that has fewer requests queued."""
-
-    name = "power_of_two"
-
-    def rank(self, keys: Keys, names: Sequence[str]) -> list[str]:
-        """Return replicas, the best first; see `Policy.rank`."""
-        first, others = self._sample(names), slice(2, None)
-        return sorted(first[:2], key=self._requests) + first[others]
-
-    def _requests(self, name: str) -> int:
-        holdings = self._replicas.get(name)
-        return 0 if holdings is None else holdings.requests
-
-
-POLICIES: dict[str, type[Policy]] = {
-    kind.name: kind for kind in (DocumentPolicy, PrefixPolicy, RoundRobinPolicy, PowerOfTwoPolicy)
-}
-"""Policies by name."""
 
 
 def _seed(name: str) -> int:

@@ -21,6 +21,7 @@ from chunkattn.gateway.retries import NOT_BEGUN, error_code, pause_s
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
 from chunkattn.request_record import RECORD
+from chunkattn.schema.parts import documents_of
 from chunkattn.schema.piece_keys import Keys, keys_of
 from chunkattn.web.bodies import SMALL_BODY, UnreadableError, is_json, is_quick
 from chunkattn.web.content_codings import codings_of
@@ -164,19 +165,10 @@ class Relay:
             keys = keys_of(path, resolved, authorization, separator=self._options.chunk_separator)
             return None if resolved is value else msgspec.json.encode(resolved), keys
 
-        self._sample(value)
+        for document in documents_of(path, value)[:1]:
+            self._measure.offer(document.get("text") if isinstance(document, Mapping) else document)
         quick = added <= SMALL_BODY and not codings_of(scope["headers"]) and is_quick(body)
         return await self._bodies.in_turn(prepared, quick=quick)
-
-    def _sample(self, body: Any) -> None:
-        """Offer the first document of a body to the measure of bytes per token."""
-        if not isinstance(body, Mapping):
-            return
-        parts = body.get("chunks") if isinstance(body.get("chunks"), Mapping) else body
-        documents = parts.get("documents") if isinstance(parts, Mapping) else None
-        if isinstance(documents, list) and documents:
-            first = documents[0]
-            self._measure.offer(first.get("text") if isinstance(first, Mapping) else first)
 
     async def _relay(self, request: Outgoing, keys: Keys, send: Send, progress: _Answering) -> None:
         """Send a request to one replica after the other until one answers.

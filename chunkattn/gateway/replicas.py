@@ -49,18 +49,14 @@ class Report:
         generation: text that changes whenever the replica's cache was emptied by a restart.
         ready: whether the replica accepts requests.
         capacity: tokens that its KV cache holds; None if unknown.
-        held: keys and sizes of the pieces that it holds in memory, of those it was asked about; None if it cannot tell.
-        gone: keys of pieces that it was sent and no longer holds.
-        age_s: seconds since the state was read.
+        held: sizes by key of the pieces that it was sent since the last report, by all gateways, the last one last.
         responsive: False while its engine gives no sign of life, or is in an unusually long step.
     """
 
     generation: str
     ready: bool
     capacity: int | None = None
-    held: Mapping[int, int] | None = None
-    gone: frozenset[int] = field(default=frozenset())
-    age_s: float = 0.0
+    held: Mapping[int, int] = field(default_factory=dict)
     responsive: bool = True
 
 

@@ -20,8 +20,8 @@ T = TypeVar("T")
 
 _WAITING_S = 0.2
 """Period of the reports in seconds while requests wait for a replica."""
-_LATE_S = 2.0
-"""Seconds before a report in which what was sent may not be computed yet, so the report may lack it."""
+DOCUMENT_SHARE = 0.9
+"""Share of a cache that holds documents; questions, answers and the unused ends of pages take the rest."""
 DEFAULT_BYTES_PER_TOKEN = 4.0
 
 
@@ -202,9 +202,8 @@ class Watch:
             logger.warning("replica %s has restarted; its cache is empty", name)
             self._policy.clear(name)
         if report.capacity is not None:
-            self._policy.set_capacity(name, report.capacity * self.bytes_per_token)
-        if report.held is not None or report.gone:
-            self._policy.merge(name, report.held or {}, report.gone, time.monotonic() - report.age_s - _LATE_S)
+            self._policy.set_capacity(name, DOCUMENT_SHARE * report.capacity * self.bytes_per_token)
+        self._policy.note(name, report.held.items(), time.monotonic())
         if state.is_ready != was_ready:
             logger.info("replica %s is %s", name, "ready" if state.is_ready else "not ready")
         if state.is_ready and was_ready and state.is_responsive != was_responsive:

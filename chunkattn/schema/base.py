@@ -98,14 +98,20 @@ class Body(Strict):
     fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Fields that may hold an argument of the engine's call under another name; errors name the first that the client sent."""
 
+    def _sent(self, argument: str) -> str | None:
+        """Return the first field that the client sent for an argument, or None."""
+        names = self.fields_of.get(argument, (argument,))
+        return next((n for n in names if getattr(self, n) is not None and getattr(self, n) is not False), None)
+
+    def argument(self, name: str) -> Any:
+        """Return the value of an argument under whichever name the client sent it, or None."""
+        field = self._sent(name)
+        return None if field is None else getattr(self, field)
+
     def own_names(self) -> dict[str, str]:
         """Return the request's own names of arguments that it has under other names."""
-        found = {}
-        for argument, names in self.fields_of.items():
-            sent = [name for name in names if getattr(self, name) is not None and getattr(self, name) is not False]
-            if sent and sent[0] != argument:
-                found[argument] = sent[0]
-        return found
+        sent = ((argument, self._sent(argument)) for argument in self.fields_of)
+        return {argument: name for argument, name in sent if name not in (None, argument)}
 
     def own_error(self, error: E) -> E:
         """Return an error of the engine's call under the request's own names.

@@ -24,6 +24,7 @@ from chunkattn.schema.accepted import ShortText, no_effect
 from chunkattn.schema.base import CacheSalt, Entry
 from chunkattn.schema.decide import DecideBody, Kinds, by_type, compact, usage_of
 from chunkattn.schema.generation import MAX_MESSAGES
+from chunkattn.schema.parts import state_message
 
 MAX_QUESTIONS = 400
 """OpenAI's limit on the questions of a request."""
@@ -56,11 +57,6 @@ class InputText(Entry):
     text: str
     prompt_cache_breakpoint: Annotated[CacheBreakpoint | None, no_effect("OpenAI's object", _CACHING)] = None
 
-    @property
-    def value(self) -> Any:
-        """Return the part as a JSON value."""
-        return self.text
-
 
 class InputJson(Entry):
     """JSON object, or array of objects, in a message or in instructions."""
@@ -73,11 +69,6 @@ class InputJson(Entry):
         _check_json(self.data)
         return self
 
-    @property
-    def value(self) -> Any:
-        """Return the part as a JSON value."""
-        return self.data
-
 
 class OutputText(Entry):
     """Text of an assistant."""
@@ -85,22 +76,12 @@ class OutputText(Entry):
     type: Literal["output_text"]
     text: str
 
-    @property
-    def value(self) -> Any:
-        """Return the part as a JSON value."""
-        return self.text
-
 
 class SaidRefusal(Entry):
     """Refusal by an assistant."""
 
     type: Literal["refusal"]
     refusal: str
-
-    @property
-    def value(self) -> Any:
-        """Return the part as a JSON value."""
-        return {"refusal": self.refusal}
 
 
 _PARTS = Kinds({"input_text": InputText, "input_json": InputJson}, by_type)
@@ -127,10 +108,6 @@ class UserMessage(Entry):
     role: Literal["user"]
     content: str | Annotated[list[Part], Field(fail_fast=True)]
 
-    def message(self) -> dict[str, Any]:
-        """Return the item as a message of the state."""
-        return {"role": self.role, "content": _content(self.content)}
-
 
 class InstructionMessage(Entry):
     """Message of a developer or of the system."""
@@ -138,10 +115,6 @@ class InstructionMessage(Entry):
     type: Literal["message"] = "message"
     role: Literal["developer", "system"]
     content: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    def message(self) -> dict[str, Any]:
-        """Return the item as a message of the state."""
-        return {"role": self.role, "content": _content(self.content)}
 
 
 class AssistantMessage(Entry):
@@ -151,10 +124,6 @@ class AssistantMessage(Entry):
     role: Literal["assistant"]
     content: str | Annotated[list[SaidPart], Field(fail_fast=True)]
     phase: Literal["commentary", "final_answer"] | None = None
-
-    def message(self) -> dict[str, Any]:
-        """Return the item as a message of the state."""
-        return _given(role=self.role, phase=self.phase, content=_content(self.content))
 
 
 class _Called(Entry):
@@ -173,10 +142,6 @@ class FunctionCall(_Called):
     arguments: str
     namespace: str | None = None
 
-    def message(self) -> dict[str, Any]:
-        """Return the item as a message of the state."""
-        return _call(self, self.arguments)
-
 
 class CustomCall(_Called):
     """Call of a custom tool."""
@@ -186,20 +151,12 @@ class CustomCall(_Called):
     input: str
     namespace: str | None = None
 
-    def message(self) -> dict[str, Any]:
-        """Return the item as a message of the state."""
-        return _call(self, self.input)
-
 
 class CallOutput(_Called):
     """Output of a function or of a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
     output: str | Annotated[list[TextPart], Field(fail_fast=True)]
-
-    def message(self) -> dict[str, Any]:
-        """Return the item as a message of the state."""
-        return _given(role="tool", type=self.type, call_id=self.call_id, status=self.status, content=_content(self.output))
 
 
 def _by_type_and_role(value: dict[str, Any]) -> tuple[str, Any]:
@@ -361,7 +318,7 @@ class DecisionsBody(DecideBody):
 
     def call(self) -> tuple[str, list[Question]]:
         """Return the state and the questions; see `DecideBody.call`."""
-        given = self.input if isinstance(self.input, str) else [item.message() for item in self.input]
+        given = self.input if isinstance(self.input, str) else [state_message(item.model_dump()) for item in self.input]
         return read_state(given), [question.question() for question in self.questions]
 
     def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
@@ -384,22 +341,6 @@ def _answer(answer: Answer, min_mass: float) -> dict[str, Any]:
     shares = [{"value": number, "label": label, "probability": p} for number, (label, p) in numbered]
     own = {"score": answer.score, "confidence": answer.confidence, "probabilities": shares}
     return {"type": "score"} | name | own | mass | method
-
-
-def _content(content: str | list[Any]) -> Any:
-    """Return the content of a message: a text or JSON value, or a list of several."""
-    if isinstance(content, str):
-        return content
-    return content[0].value if len(content) == 1 else [part.value for part in content]
-
-
-def _call(item: FunctionCall | CustomCall, content: str) -> dict[str, Any]:
-    names = {"name": item.name, "namespace": item.namespace, "call_id": item.call_id, "status": item.status}
-    return _given(role="assistant", type=item.type, **names, content=content)
-
-
-def _given(**fields: Any) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _check_json(data: Any) -> None:

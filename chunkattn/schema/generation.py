@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -18,7 +18,8 @@ from chunkattn.schema.accepted import (
     ShallowObject,
     no_effect,
 )
-from chunkattn.schema.base import Entry, Rendered, Sampling, Strict, Texts, TokenIds, TokenLists
+from chunkattn.schema.base import Body, Entry, Rendered, Sampling, Strict, Texts, TokenIds, TokenLists
+from chunkattn.schema.parts import chat_message, titled
 from chunkattn.web.errors import ApiError
 
 
@@ -44,16 +45,6 @@ class DocumentOrId(Entry):
     def plain(self) -> str:
         """Return the text of the document."""
         return titled(self.title, self.text or "")
-
-
-def titled(title: str | None, text: str) -> str:
-    """Return a text below its title, if it has one.
-
-    Args:
-        title: line before the text; None or empty for none.
-        text: text of the document.
-    """
-    return f"{title}\n{text}" if title else text
 
 
 def check_documents(documents: list[Any]) -> list[Any]:
@@ -159,10 +150,8 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Prompt]:
     return [p if isinstance(p, str) else {"prompt_token_ids": p} for p in prompt]
 
 
-class CompletionBody(Sampling, CompletionNoEffect):
-    """Request body of `/v1/completions`."""
-
-    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
+class PromptBody(Body):
+    """Fields of a prompt: text, token ids, or parts."""
 
     prompt: Annotated[
         str | TokenIds | Texts | TokenLists,
@@ -172,29 +161,14 @@ class CompletionBody(Sampling, CompletionNoEffect):
     chunk_aware: Annotated[
         bool | None, Field(description="Split prompts at the separator; by default the engine's enable_chunk_aware.")
     ] = None
-    focus: FocusField = None
-    max_tokens: int = 16
-    echo: Annotated[bool, Field(description="Return the prompt before the text, with its log-probabilities if asked.")] = False
-    logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per token.")] = None
     add_special_tokens: Annotated[
         bool, Field(description="Begin prompts given as text with the tokenizer's leading special tokens.")
     ] = True
 
     @model_validator(mode="after")
-    def _check(self) -> CompletionBody:
+    def _check_prompt(self) -> Self:
         if self.chunks is not None and self.prompt:
             raise ValueError("prompt and chunks exclude each other; leave prompt out or empty")
-        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
-            raise ValueError("max_tokens 0 generates nothing; it needs echo or prompt_logprobs")
-        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
-            raise ValueError("prompt_logprobs are part of logprobs under echo; ask for one of them")
-        if self.best_of not in (None, self.n):
-            text = f"best_of is not supported by this server; leave it out, or send the value of n, {self.n}"
-            raise ApiError(400, text, param="best_of", code="unsupported_parameter")
-        return self
-
-    @model_validator(mode="after")
-    def _check_given(self) -> CompletionBody:
         if self.chunks is None and "prompt" not in self.model_fields_set:
             text = "prompt is missing; give prompt or chunks"
             raise ApiError(400, text, param="prompt", code="missing_required_parameter")
@@ -213,6 +187,28 @@ class CompletionBody(Sampling, CompletionNoEffect):
         if self.chunks is not None:
             return [self.chunks.prompt(stored)]
         return prompts_of(self.prompt)
+
+
+class CompletionBody(Sampling, PromptBody, CompletionNoEffect):
+    """Request body of `/v1/completions`."""
+
+    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
+
+    focus: FocusField = None
+    max_tokens: int = 16
+    echo: Annotated[bool, Field(description="Return the prompt before the text, with its log-probabilities if asked.")] = False
+    logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per token.")] = None
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionBody:
+        if self.max_tokens == 0 and not (self.echo or self.prompt_logprobs is not None):
+            raise ValueError("max_tokens 0 generates nothing; it needs echo or prompt_logprobs")
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs are part of logprobs under echo; ask for one of them")
+        if self.best_of not in (None, self.n):
+            text = f"best_of is not supported by this server; leave it out, or send the value of n, {self.n}"
+            raise ApiError(400, text, param="best_of", code="unsupported_parameter")
+        return self
 
 
 MAX_MESSAGES = 4096
@@ -244,11 +240,6 @@ class ToolCall(Entry):
     function: CalledFunction
     index: int | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """Return the call for the chat template. `index` numbers the calls of a stream and is left out."""
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {**({} if self.id is None else {"id": self.id}), "type": "function", "function": function}
-
 
 class Message(MessageNoEffect):
     """Message of a conversation."""
@@ -273,20 +264,8 @@ class Message(MessageNoEffect):
         return "".join(p.text for p in self.content) if isinstance(self.content, list) else self.content or ""
 
     def plain(self) -> dict[str, Any]:
-        """Return the message for the chat template. A single text part is a text."""
-        content: Any = self.content
-        if isinstance(content, list):
-            content = [{"type": "text", "text": part.text} for part in content] if len(content) > 1 else self.text
-        calls = None if self.tool_calls is None else [call.plain() for call in self.tool_calls]
-        thoughts = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        optional = {
-            "name": self.name,
-            "tool_call_id": self.tool_call_id,
-            "tool_calls": calls,
-            "reasoning_content": thoughts,
-        }
-        given = {name: value for name, value in optional.items() if value is not None}
-        return {"role": self.role, "content": content, **given}
+        """Return the message for the chat template; see `chat_message`."""
+        return chat_message(self.model_dump())
 
 
 Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -329,10 +308,9 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
         self.check_same("max_tokens", "max_completion_tokens")
         return self
 
-    @property
-    def limit(self) -> int | None:
-        """Return the number of tokens to generate at most; None generates as many as fit."""
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+    def named(self) -> dict[int, str]:
+        """Return the ids of the documents named by id, by their place."""
+        return named_documents(self.documents)
 
     def chunks(self, stored: Mapping[int, Any]) -> list[Any] | None:
         """Return the text or the token ids of each document, or None without documents.

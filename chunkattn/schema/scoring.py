@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,21 +22,11 @@ from chunkattn.schema.base import (
     TokenIds,
     TokenLists,
 )
-from chunkattn.schema.generation import DocumentOrId, check_documents, named_documents, titled, with_stored
+from chunkattn.schema.generation import DocumentOrId, check_documents, named_documents, with_stored
+from chunkattn.schema.parts import fields_text, stored_id, titled
 from chunkattn.web.errors import ApiError
 
 OneOrMany = str | Texts
-MaxTokensPerDoc = Annotated[
-    int | None, Field(description="Cut each document to this many tokens, or fewer where fewer fit; by default nothing is cut.")
-]
-TruncatePromptTokens = Annotated[
-    int | None,
-    Field(description="Cut each document so that query, template and document have this many tokens; -1 for what fits."),
-]
-Order = Annotated[
-    Literal["query_first", "document_first"] | None,
-    Field(description="`document_first` puts each document before the query and keeps it in the cache; default `query_first`."),
-]
 PairDocuments = Annotated[list[str | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
 ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
 ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]
@@ -51,7 +40,45 @@ _LABELLED = ("query", "packed_ids", "labels", "label_token_ids")
 """Fields of `ScoreBody` that pairwise calls do not take."""
 
 
-class GenerativeScoringBody(Body):
+class ScoringBody(Body):
+    """Fields of every scoring call."""
+
+    algorithm: str | None = None
+    cache_salt: CacheSalt = None
+    priority: int = 0
+
+
+class RelevanceBody(ScoringBody):
+    """Fields of calls that judge the relevance of documents to queries."""
+
+    instruction: str | None = None
+    template: str | None = None
+    max_tokens_per_doc: Annotated[
+        int | None,
+        Field(description="Cut each document to this many tokens, or fewer where fewer fit; by default nothing is cut."),
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Field(description="Cut each document so that query, template and document have this many tokens; -1 for what fits."),
+    ] = None
+    order: Annotated[
+        Literal["query_first", "document_first"] | None,
+        Field(description="`document_first` puts each document before the query and caches it; default `query_first`."),
+    ] = None
+
+    def relevance(self) -> dict[str, Any]:
+        """Return the arguments of `LLM.rerank` that say how documents are judged."""
+        cut = self.argument("truncate_prompt_tokens")
+        return {
+            "instruction": self.argument("instruction"),
+            "template": self.template,
+            "order": self.order or "query_first",
+            "max_tokens_per_doc": self.argument("max_tokens_per_doc"),
+            "truncate_prompt_tokens": -1 if cut is True else cut,
+        }
+
+
+class GenerativeScoringBody(ScoringBody):
     """Request body of vLLM's `/generative_scoring`: one query and many items, scored by the first label."""
 
     query: str | TokenIds
@@ -59,12 +86,9 @@ class GenerativeScoringBody(Body):
     label_token_ids: LabelIds
     apply_softmax: bool = True
     item_first: bool = False
-    algorithm: str | None = None
-    cache_salt: CacheSalt = None
-    priority: int = 0
 
 
-class ScoreBody(Body):
+class ScoreBody(RelevanceBody):
     """Request body of `/v1/score`: `query` and `items` for label scores, or two lists of texts for pairwise relevance."""
 
     fields_of: ClassVar = {"items": ("items", "packed_ids"), "labels": ("labels", "label_token_ids")}
@@ -91,7 +115,6 @@ class ScoreBody(Body):
     item_first: bool = False
     return_logprobs: Annotated[bool, Field(description="Return the labels' log-probabilities with the scores.")] = False
     packed_ids: Annotated[TokenIds | None, Field(description="Query and items joined by delimiters; instead of both.")] = None
-    algorithm: str | None = None
     text_1: OneOrMany | None = None
     text_2: OneOrMany | None = None
     queries: OneOrMany | None = None
@@ -99,13 +122,6 @@ class ScoreBody(Body):
         str | PairDocuments | None,
         Field(description='Pairs: texts, or `{"id"}` of stored documents; another name of `text_2`.'),
     ] = None
-    instruction: str | None = None
-    template: str | None = None
-    max_tokens_per_doc: MaxTokensPerDoc = None
-    truncate_prompt_tokens: TruncatePromptTokens = None
-    order: Order = None
-    cache_salt: CacheSalt = None
-    priority: int = 0
 
     @model_validator(mode="after")
     def _check(self) -> ScoreBody:
@@ -185,40 +201,24 @@ class RerankDocument(BaseModel):
         Raises:
             ValueError: the document has neither a text, nor one of the fields to rank by, nor an id alone.
         """
-        values = {"title": self.title, "text": self.text, **self.__pydantic_extra__}
+        values = self.model_dump()
         if names is not None and not self.stored_id and all(values.get(name) is None for name in names):
             raise ValueError(f"documents.{number} has none of rank_fields {list(names)}")
         if names is None and self.text is None and self.stored_id is None:
             raise ValueError(f"documents.{number} needs a text, or the id of a stored document and nothing else")
 
-    def fields(self, names: Sequence[str]) -> dict[str, str]:
-        """Return the named fields as texts, without absent and null ones; a value that is no text in JSON.
-
-        Args:
-            names: names of the fields, in the order of the result.
-        """
-        values = {"title": self.title, "text": self.text, **self.__pydantic_extra__}
-        found = {name: values[name] for name in names if values.get(name) is not None}
-        return {n: v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for n, v in found.items()}
-
     def plain(self, names: Sequence[str] | None) -> str:
         """Return the text to rank.
 
         Args:
-            names: fields to rank by: the value of one field, or a line `name: value` for each of several. None reads
-                the text, below its title.
+            names: fields to rank by, see `fields_text`. None reads the text, below its title.
         """
-        if names is None:
-            return titled(self.title, self.text or "")
-        found = self.fields(names)
-        return "\n".join(f"{name}: {value}" for name, value in found.items()) if len(names) > 1 else "".join(found.values())
+        return titled(self.title, self.text or "") if names is None else fields_text(self.model_dump(), names)
 
     @property
     def stored_id(self) -> str | None:
         """Return the id of the stored document; None for a document with a text."""
-        name = self.__pydantic_extra__.get("id")
-        is_alone = self.text is None and self.title is None and len(self.__pydantic_extra__) == 1
-        return name if is_alone and isinstance(name, str) else None
+        return stored_id(self.model_dump())
 
 
 class QueryText(Entry):
@@ -227,7 +227,7 @@ class QueryText(Entry):
     text: str
 
 
-class RerankBody(Body):
+class RerankBody(RelevanceBody):
     """Request body of `/v1/rerank`: `documents` in the form of Cohere, Jina and SiliconFlow, or `texts` in TEI's form."""
 
     fields_of: ClassVar = {
@@ -253,20 +253,16 @@ class RerankBody(Body):
         list[str] | None,
         Field(min_length=1, max_length=64, description="Fields of document objects to rank by, in this order."),
     ] = None
-    max_tokens_per_doc: MaxTokensPerDoc = None
     max_doc_length: Annotated[int | None, Field(ge=1, description="Another name of `max_tokens_per_doc`.")] = None
     max_query_length: Annotated[
         int | None, Field(ge=1, description="Limit on the tokens of the query. A longer query is an error; it is not cut.")
     ] = None
-    truncate_prompt_tokens: TruncatePromptTokens = None
     truncation: Annotated[bool, Field(description="Cut each document to what fits; by default nothing is cut.")] = False
     truncate: Annotated[bool, Field(description="Another name of `truncation`.")] = False
     truncation_direction: Annotated[
         Literal["right", "Right", "left", "Left"], Field(description="Documents are cut at the right, their end.")
     ] = "right"
-    instruction: str | None = None
     instruct: Annotated[str | None, Field(description="Another name of `instruction`.")] = None
-    template: str | None = None
     max_chunks_per_doc: Annotated[int | None, Field(ge=1, description="Has no effect: a document is ranked whole.")] = None
     overlap_tokens: Annotated[int | None, Field(ge=0, description="Has no effect, as `max_chunks_per_doc`.")] = None
     chunk_overlap_tokens: Annotated[int | None, Field(ge=0, description="Another name of `overlap_tokens`.")] = None
@@ -274,10 +270,6 @@ class RerankBody(Body):
     request_id: Annotated[
         str | None, Field(min_length=1, max_length=128, description="Id of the answer; by default a new one.")
     ] = None
-    order: Order = None
-    algorithm: str | None = None
-    cache_salt: CacheSalt = None
-    priority: int = 0
 
     @model_validator(mode="after")
     def _check(self) -> RerankBody:
@@ -291,7 +283,8 @@ class RerankBody(Body):
             raise ValueError("return_documents needs documents; with texts it is return_text")
         for name, other in (("instruct", "instruction"), ("max_doc_length", "max_tokens_per_doc"), ("top_k", "top_n")):
             self.check_same(name, other)
-        if self.truncation_direction.lower() == "left" and self.cuts != (None, None):
+        cuts = self.argument("max_tokens_per_doc"), self.argument("truncate_prompt_tokens")
+        if self.truncation_direction.lower() == "left" and cuts != (None, None):
             raise ValueError("truncation_direction must be right: documents are cut at their end")
         for number, document in enumerate(self.documents or ()):
             if isinstance(document, RerankDocument):
@@ -315,11 +308,6 @@ class RerankBody(Body):
                 raise ApiError(400, text, param=name, code="invalid_value") from None
 
     @property
-    def limit(self) -> int | None:
-        """Return the number of documents to return; None returns all."""
-        return self.top_k if self.top_n is None else self.top_n
-
-    @property
     def query_text(self) -> str:
         """Return the text of the query."""
         return self.query if isinstance(self.query, str) else self.query.text
@@ -328,13 +316,6 @@ class RerankBody(Body):
     def given(self) -> Sequence[str | RerankDocument]:
         """Return the documents as the request has them."""
         return self.documents if self.documents is not None else self.texts or []
-
-    @property
-    def cuts(self) -> tuple[int | None, int | None]:
-        """Return `max_tokens_per_doc` and `truncate_prompt_tokens` under all of their names; None cuts nothing."""
-        most = self.max_tokens_per_doc if self.max_tokens_per_doc is not None else self.max_doc_length
-        fits = -1 if self.truncation or self.truncate else None
-        return most, self.truncate_prompt_tokens if self.truncate_prompt_tokens is not None else fits
 
     def named(self) -> dict[int, str]:
         """Return the ids of the documents named by id, by their place."""

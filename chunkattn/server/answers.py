@@ -16,9 +16,8 @@ from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.choice import shortest
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.schema.generation import ChatBody, CompletionBody, focus_of, named_documents
+from chunkattn.schema.generation import ChatBody, CompletionBody, focus_of
 from chunkattn.server.state import ServerState, new_id
-from chunkattn.server.stored_document import StoredDocument
 from chunkattn.server.texts import (
     Entry,
     Offsets,
@@ -46,19 +45,24 @@ class Answer(ABC):
         object_name: `object` of a whole answer.
         chunk_name: `object` of a stream's event.
         params: sampling parameters of all prompts.
+        salt: cache salt of the engine.
         focus: choice among the documents; None shows all documents alike.
+        field: name of the field with the documents.
         stored: documents that the request names by id, by the number of their chunk.
+        contents: their token ids.
     """
 
     kind: str
     object_name: str
     chunk_name: str
+    field: str
     params: SamplingParams
 
     def __init__(self, body: CompletionBody | ChatBody, state: ServerState, caller: Caller) -> None:
-        self.options, self.state, self.caller = body, state, caller
-        self.focus = focus_of(body.focus)
-        self.stored: dict[int, StoredDocument] = {}
+        self.options, self.state, self.caller, self.texts = body, state, caller, state.texts
+        self.salt, self.focus = caller.salt(body.cache_salt), focus_of(body.focus)
+        self.stored = state.documents.named(body.named(), self.salt, field=self.field)
+        self.contents = {number: document.chunk for number, document in self.stored.items()}
         self._moved: list[int] | None = None
         self.id, self.created = new_id(self.kind), int(time.time())
 
@@ -142,14 +146,21 @@ class Answer(ABC):
         again = nlargest(self.focus.top_n, sizes) if self.focus is not None and self.focus.mode == "reread" else []
         return sum(sizes) + sum(again)
 
-    def with_sources(self, prompt: ParsedPrompt) -> ParsedPrompt:
-        """Return a prompt with the contents of its stored documents as they were given, without the document template."""
-        if not self.stored:
-            return prompt
-        sources = list(prompt.sources)
-        for number, document in self.stored.items():
-            sources[number] = document.chunk.tolist() if document.text is None else document.text
-        return replace(prompt, sources=sources)
+    def job_of(self, prompt: ParsedPrompt, **options: Any) -> GenerateJob:
+        """Return the job of a prompt.
+
+        Args:
+            prompt: the prompt.
+            **options: further options of `generate_job`.
+        """
+        if self.stored:  # their contents as they were given, without the document template
+            sources = list(prompt.sources)
+            for number, document in self.stored.items():
+                sources[number] = document.chunk.tolist() if document.text is None else document.text
+            prompt = replace(prompt, sources=sources)
+        body, frontend = self.options, self.state.llm.frontend
+        options |= {"cache_salt": self.salt, "final_only": not body.stream}
+        return generate_job(frontend, [prompt], self.params, body.priority, **options)
 
     @property
     def token_name(self) -> Callable[[int], str]:
@@ -183,13 +194,11 @@ class Answer(ABC):
 class Completion(Answer):
     """Request to `/v1/completions`."""
 
-    kind, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    kind, object_name, chunk_name, field = "cmpl", "text_completion", "text_completion", "chunks.documents"
 
     def __init__(self, body: CompletionBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
-        self.body, self.texts = body, state.texts
-        self.stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
-        self.prompts = body.prompts({number: document.chunk for number, document in self.stored.items()})
+        self.body, self.prompts = body, body.prompts(self.contents)
         self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None
         defaults, limit = state.llm.frontend.sampling_defaults, body.max_tokens or 1
@@ -227,16 +236,7 @@ class Completion(Answer):
         """Return the job of one prompt."""
         frontend, body = self.state.llm.frontend, self.body
         (parsed,) = frontend.parse([prompt], body.chunk_aware, self.focus, add_special_tokens=body.add_special_tokens)
-        salt, final_only = self.caller.salt(body.cache_salt), not body.stream
-        return generate_job(
-            frontend,
-            [self.with_sources(parsed)],
-            self.params,
-            body.priority,
-            cache_salt=salt,
-            final_only=final_only,
-            prompt_only=not body.max_tokens,
-        )
+        return self.job_of(parsed, prompt_only=not body.max_tokens)
 
     def _jobs(self, prompts: Sequence[Prompt]) -> list[GenerateJob]:
         """Return a job for each prompt. Errors name the prompt by its number."""
@@ -328,15 +328,15 @@ class Completion(Answer):
 class Chat(Answer):
     """Request to `/v1/chat/completions`."""
 
-    kind, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    kind, object_name, chunk_name, field = "chatcmpl", "chat.completion", "chat.completion.chunk", "documents"
 
     def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
-        self.body, self.texts = body, state.texts
-        self.stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
-        self.documents = body.chunks({number: document.chunk for number, document in self.stored.items()})
+        self.body, self.documents = body, body.chunks(self.contents)
         wanted = (body.top_logprobs or 0) if body.logprobs else None
-        self.params = body.sampling(state.llm.frontend.sampling_defaults, max_tokens=body.limit, logprobs=wanted)
+        self.params = body.sampling(
+            state.llm.frontend.sampling_defaults, max_tokens=body.argument("max_tokens"), logprobs=wanted
+        )
 
     @property
     def prompt_size(self) -> int:
@@ -353,12 +353,8 @@ class Chat(Answer):
         frontend, body = self.state.llm.frontend, self.body
         messages = [m.plain() for m in body.messages]
         (parsed,) = frontend.parse_chat([messages], self.documents, body.template_options(), self.focus)
-        prompt, salt, final_only = self.with_sources(parsed), self.caller.salt(body.cache_salt), not body.stream
-        most = frontend.sampling_defaults.get("max_tokens")
-        job = generate_job(
-            frontend, [prompt], self.params, body.priority, cache_salt=salt, final_only=final_only, most_tokens=most
-        )
-        self.check_generated(job, prompt)
+        job = self.job_of(parsed, most_tokens=frontend.sampling_defaults.get("max_tokens"))
+        self.check_generated(job, parsed)
         return job
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
 from secrets import token_hex
@@ -15,6 +15,7 @@ from chunkattn.documents.records import DocumentRecords
 from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
 from chunkattn.request_record import RECORD
+from chunkattn.schema.piece_keys import keys_of
 from chunkattn.server.cache_report import CacheReports
 from chunkattn.server.document_store import Documents
 from chunkattn.server.engine_gauges import EngineGauges
@@ -57,19 +58,17 @@ class ServerState(HttpState):
         return Documents(self.llm, self.config, None if path is None else DocumentRecords(path), self.keys)
 
     @cached_property
-    def reports(self) -> CacheReports | None:
-        """Return the reports of the KV cache; None unless `report_documents` is set."""
-        return CacheReports(self.llm, self.documents.contents) if self.config.report_documents else None
+    def reports(self) -> CacheReports:
+        """Return the log of what was sent, which stays empty unless `report_documents` is set."""
+        return CacheReports(self.llm)
 
-    def _noted(self, request: Request, raw: Any, body: Any) -> AbstractContextManager[Any]:
-        """Return the context of a request's handler, at whose end the cache reports note its documents."""
-        if self.reports is None or not isinstance(raw, dict):
+    def _noted(self, request: Request, raw: Any) -> AbstractContextManager[Any]:
+        """Return the context of a request's handler, in which its pieces count as sent."""
+        if not self.config.report_documents:
             return nullcontext()
-        caller: Caller = request.state.caller
-        noted = self.reports.find(raw, body, request.headers.get("authorization", ""), caller.salt(raw.get("cache_salt")))
-        at_end = ExitStack()
-        at_end.callback(self.reports.note, noted)  # the engine has computed them by then
-        return at_end
+        engine, authorization = self.llm.config, request.headers.get("authorization", "")
+        separator = engine.chunk_separator if engine.enable_chunk_aware else None
+        return self.reports.sent(keys_of(request.scope["path"], raw, authorization, separator=separator))
 
     @cached_property
     def texts(self) -> TokenTexts:

@@ -34,8 +34,8 @@ _BYTES_PER_STRING, _BYTES_PER_CONTAINER = 16, 64
 
 Use = Callable[[Any], T]
 """Function of the decoded value. It runs where the value is decoded, on the event loop or in a thread."""
-Note = Callable[[Request, Any, Any], AbstractContextManager[Any]]
-"""Function of a request, its decoded body and the validated one. The result is entered around the handler."""
+Note = Callable[[Request, Any], AbstractContextManager[Any]]
+"""Function of a request and its decoded body, if that is valid. The result is entered around the handler."""
 
 
 class UnreadableError(ApiError):
@@ -59,7 +59,7 @@ class Bodies:
     """
 
     def __init__(self, config: ServerConfig, max_items: int | None = None, note: Note | None = None) -> None:
-        self.note: Note = note or (lambda request, raw, value: nullcontext())
+        self.note: Note = note or (lambda request, raw: nullcontext())
         self.decoder = FairThreads(1)
         self._most, self._timeout_s = config.max_body_bytes, config.request_timeout_s
         self._max_items = max_items
@@ -197,7 +197,7 @@ async def _read(request: Request, field: Any) -> AbstractContextManager[Any]:
         value, errors = field.validate(raw, {}, loc=("body",))
         if errors:
             raise RequestValidationError(errors)
-        return value, bodies.note(request, raw, value)
+        return value, bodies.note(request, raw)
 
     request._json, noted = await bodies.decode(request.scope, body, validated)
     return noted

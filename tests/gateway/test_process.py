@@ -137,7 +137,7 @@ def test_restarts_and_deaths_of_two_servers():
     async def case():
         servers = [ServerProcess(*SMALL, "--report-documents") for _ in range(2)]
         urls = [server.url for server in servers]
-        route = Route(*urls, "--report-period-s=2", "--policy=round_robin")
+        route = Route(*urls, "--report-period-s=2")
         try:
             async with httpx.AsyncClient(base_url=servers[0].url, timeout=PATIENCE_S) as http:
                 plain = [await http.post(COMPLETE, json=body(number, stream=False)) for number in range(24)]

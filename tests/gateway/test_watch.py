@@ -7,14 +7,14 @@ import socket
 import pytest
 
 from chunkattn.errors import ConfigError
-from chunkattn.gateway import http_replicas, watch
+from chunkattn.gateway import http_replicas
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
-from chunkattn.gateway.policy import POLICIES, DocumentPolicy
+from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.replicas import Report
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
-from chunkattn.schema.piece_keys import keys_of
+from chunkattn.schema.piece_keys import Keys, keys_of
 from tests.gateway.rig import COMPLETE, Replica, answered_by, ask, rig, run, until
 
 DOCUMENTS = [f"document {number} " * 60 for number in range(6)]
@@ -65,6 +65,7 @@ def test_queued_work_sends_others_elsewhere():
 def test_a_new_generation_clears_the_record():
     async def case():
         a, b = Replica("a"), Replica("b")
+        a.report = b.report = {**a.report, "capacity": 10_000}
         async with rig(a, b) as made:
             changed = []
             made.gateway.watch.on_change.append(lambda names: changed.extend(names))
@@ -79,21 +80,22 @@ def test_a_new_generation_clears_the_record():
     run(case)
 
 
-def test_reports_correct_the_record(monkeypatch):
+def test_reports_tell_what_other_gateways_have_sent():
     async def case():
-        a = Replica()
+        a, b = Replica("a"), Replica("b")
         a.report = {**a.report, "capacity": 10_000}
-        keys = [key for key, _ in keys_of(COMPLETE, ask(DOCUMENTS)).pieces]
-        async with rig(a) as made:
-            await made.http.post(COMPLETE, json=ask(DOCUMENTS))
-            pieces, before = lambda: made.gateway.policy.num_pieces(a.url), len(a.asked)
-            a.report = {**a.report, "held": [[7, 100]], "gone": keys[1:3]}
-            await until(lambda: len(a.asked) > before + 3)
-            assert pieces() == len(keys) + 1, "pieces sent just before the report are forgotten"
-            monkeypatch.setattr(watch, "_LATE_S", -1.0)
-            await until(lambda: pieces() == len(keys) - 1)
-            a.report = {**a.report, "capacity": 300, "gone": []}  # tokens, of 4 bytes
-            await until(lambda: pieces() == 3)  # a document, the prefix, and the piece of the report
+        keys = keys_of(COMPLETE, ask(DOCUMENTS)).pieces
+        async with rig(a, b) as made:
+
+            def pieces():
+                return made.gateway.policy.num_pieces(a.url)
+
+            a.report = {**a.report, "held": [list(piece) for piece in reversed(keys)]}
+            await until(lambda: pieces() == len(keys))
+            assert answered_by(await made.http.post(COMPLETE, json=ask(DOCUMENTS))) == a.port
+            a.report = {**a.report, "capacity": 500, "held": [[7, 100]]}  # tokens, of 4 bytes
+            await until(lambda: pieces() == 4)  # the piece of the report, the prefix and the first documents
+            assert made.gateway.policy.missing(a.url, Keys((*keys[:3], (7, 100)))) == 0
 
     run(case)
 
@@ -255,7 +257,7 @@ def test_one_late_report_is_forgiven_and_two_are_not():
 
     async def case():
         replicas, seen, candidates = Late(), [], []
-        made = Watch(replicas, DocumentPolicy(), GatewayOptions(report_period_s=60))
+        made = Watch(replicas, Policy(), GatewayOptions(report_period_s=60))
         await made.open()
         for late in (0, 1, 2):
             replicas.late = late
@@ -371,7 +373,7 @@ def test_an_https_name_cannot_be_resolved_into_addresses():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"policy": "best"}, ", ".join(POLICIES)),
+        ({"policy": "best"}, "the only one is document"),
         ({"max_tries": 0}, "max_tries must be at least 1"),
         ({"report_period_s": 0}, "report_period_s must be above 0"),
         ({"hang_timeout_s": float("inf")}, "hang_timeout_s"),

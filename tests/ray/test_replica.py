@@ -37,8 +37,8 @@ def test_a_replica_has_started_when_it_takes_requests(fails, monkeypatch):
     [("ready", True, True), ("unresponsive", True, False), ("warming", False, True), ("draining", False, True)],
 )
 def test_a_report_tells_a_replica_in_a_long_step_from_one_that_takes_no_requests(status, ready, responsive):
-    async def told(since):
-        return {"generation": "1", "capacity": 1, "held": [[7, 8]], "gone": [9], "version": since + 1}
+    def told(since):
+        return {"generation": "1", "capacity": 1, "held": [[7, 8]], "version": since + 1}
 
     made = SimpleNamespace(_state=SimpleNamespace(probe=lambda *, warm: status, reports=SimpleNamespace(report=told)))
     report, version = asyncio.run(Replica.report(made, 4))

@@ -11,20 +11,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from chunkattn.gateway.app import _KNOWN
-from chunkattn.gateway.document_ids import _CHUNKS, _DOCUMENTS, _PAIRS
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
 from chunkattn.parsers.state_template import StateTemplate
 from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.documents import CacheBody
 from chunkattn.schema.generation import ChatBody, CompletionBody
-from chunkattn.schema.piece_keys import _ROUTES, MAX_PIECES, Keys, keys_of
+from chunkattn.schema.parts import ROUTES
+from chunkattn.schema.piece_keys import MAX_PIECES, Keys, keys_of
 from chunkattn.schema.scoring import RerankBody, ScoreBody
 from chunkattn.server.routes import decisions, documents, generation, scoring, systemone, tokens
 from chunkattn.web.paths import RERANK_PATHS
 
 SEP = " # # "
-_WITH_IDS = (_CHUNKS, _DOCUMENTS, _PAIRS, RERANK_PATHS)
 SYSTEM, USER = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}
 QUESTIONS = [{"type": "predicate", "instructions": "Is it late?"}]
 LONG = "".join(random.Random(0).choices("abcdefgh ", k=5000))
@@ -62,7 +61,7 @@ def decision(documents, **fields):
     return "/v1/decisions", {"input": "It is night.", "questions": QUESTIONS, "documents": documents, **fields}
 
 
-NAMED, PARTS = SYSTEM | {"name": "ann"}, SYSTEM | {"content": [{"type": "text", "text": t} for t in ("Be ", "brief.")]}
+NAMED, PARTS = SYSTEM | {"name": "ann"}, SYSTEM | {"content": [{"type": "text", "text": "Be brief."}]}
 ONE_DOCUMENT = [
     completion(["Figs."]),
     completion([{"text": "Figs."}], question="What?", max_tokens=3),
@@ -303,7 +302,7 @@ NAMES = st.sampled_from(WORDS.split())
 JSON = st.recursive(HARD, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=12)
 
 
-@given(st.sampled_from(sorted(_ROUTES)), st.dictionaries(NAMES, JSON, max_size=6) | JSON, st.sampled_from([None, SEP]))
+@given(st.sampled_from(sorted(ROUTES)), st.dictionaries(NAMES, JSON, max_size=6) | JSON, st.sampled_from([None, SEP]))
 def test_no_body_raises(path, body, separator):
     keys = keys_of(path, body, "Bearer \udcff", separator=separator)
     assert all(0 <= key < 1 << 64 and size > 0 for key, size in keys.pieces)
@@ -318,7 +317,7 @@ def test_deep_bodies_do_not_raise():
         leaf = leaf[0]
         mapping = {"text": mapping, "content": "x", "role": "user"}
     names = ["prompt", "messages", "documents", "query", "input", "state", "questions", "items", "queries", "title"]
-    for path, value in itertools.product(_ROUTES, (deep, mapping, [mapping])):
+    for path, value in itertools.product(ROUTES, (deep, mapping, [mapping])):
         parts = dict.fromkeys(["prefix", "documents", "question"], value)
         assert keys_of(path, {**dict.fromkeys(names, value), "chunks": parts}) == Keys()
         for name in names:
@@ -348,6 +347,17 @@ def test_a_chat_without_a_user_message():
     assert keys_of("/v1/chat/completions", body).pieces
 
 
+def test_several_parts_of_a_content_are_no_text():
+    """A template may render parts apart, so their joined text has other keys."""
+
+    def keys(content):
+        return keys_of("/v1/chat/completions", {"messages": [SYSTEM | {"content": content}, USER], "documents": ["Figs."]})
+
+    parts = [{"type": "text", "text": text} for text in (LONG[:600], LONG[600:900])]
+    assert keys(parts[:1]) == keys(LONG[:600])
+    assert shared(keys(parts), keys(LONG[:900])) == 0
+
+
 def test_an_effort_is_a_variable_of_the_template():
     body = {"messages": [SYSTEM | {"content": LONG}, USER], "documents": ["Figs."]}
     plain, high, named = (
@@ -358,16 +368,15 @@ def test_an_effort_is_a_variable_of_the_template():
 
 
 def test_the_routes_of_the_server_are_known():
-    """All paths of one route have one reader of bodies, and a label and the ids of stored documents at the gateway."""
+    """All paths of one route are read as one, and have a label at the gateway."""
     paths = {}
     for module in (decisions, documents, generation, scoring, systemone, tokens):
         for route in module.router.routes:
             if "POST" in route.methods:
                 paths.setdefault(route.endpoint, []).append(route.path)
-    read = [group for group in paths.values() if {*group} & {*_ROUTES}]
-    assert {*_ROUTES} == {path for group in read for path in group}
-    assert all(len({_ROUTES[path] for path in group}) == 1 for group in read)
-    for group in ({*group} for group in paths.values() if len(group) > 1):
-        for known in (_KNOWN, *_WITH_IDS):
-            assert group <= {*known} or not group & {*known}
-    assert {"/v1/reranking", "/reranking"} <= {*_KNOWN} & {*RERANK_PATHS} & {*_ROUTES}
+    read = [group for group in paths.values() if {*group} & {*ROUTES}]
+    assert {*ROUTES} == {path for group in read for path in group}
+    assert {path for group in paths.values() for path in group} - {*ROUTES} == {"/detokenize"}
+    assert all(len({ROUTES[path] for path in group}) == 1 for group in read)
+    assert {*ROUTES} <= {*_KNOWN}
+    assert {"/v1/reranking", "/reranking"} <= {*RERANK_PATHS} & {*ROUTES}

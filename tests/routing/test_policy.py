@@ -5,8 +5,9 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.routing_policies import POLICIES, PowerOfTwoPolicy, PrefixPolicy, RoundRobinPolicy
 from chunkattn.gateway import policy as policies
-from chunkattn.gateway.policy import POLICIES, DocumentPolicy, PowerOfTwoPolicy, PrefixPolicy, RoundRobinPolicy, Work
+from chunkattn.gateway.policy import Policy, Work
 from chunkattn.schema.piece_keys import Keys
 
 NAMES = ["a", "b", "c"]
@@ -16,7 +17,7 @@ def keys(*numbers, size=100, rest=10):
     return Keys(tuple((number, size) for number in numbers), rest)
 
 
-def made(kind=DocumentPolicy, names=NAMES, capacity=None):
+def made(kind=Policy, names=NAMES, capacity=None):
     policy = kind()
     policy.set_replicas(names)
     for name in names if capacity else ():
@@ -52,18 +53,11 @@ class Naive:
         self.shrink()
         return missing
 
-    def merge(self, held, gone, before):
-        self.pieces = [(k, s, t) for k, s, t in self.pieces if k not in gone or t >= before]
-        for key, size in held.items():
-            if not self.has(key):
-                self.pieces.insert(0, (key, size, float("-inf")))
-        self.shrink()
-
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_record_against_a_naive_model(seed):
     rng = random.Random(seed)
-    policy, naive, queue = DocumentPolicy(), {}, {}
+    policy, naive, queue = Policy(), {}, {}
     sizes = [rng.randrange(1, 60) for _ in range(30)]
     for now in range(300):
         action, name = rng.randrange(10), rng.choice(NAMES)
@@ -79,11 +73,9 @@ def test_the_record_against_a_naive_model(seed):
             naive[name].capacity = capacity
             naive[name].shrink()
         elif action == 2:
-            reported, gone = {n: sizes[n] for n in numbers[:2]}, {*range(30)} - {*numbers[:2]}
-            before = now - rng.randrange(12)
-            policy.merge(name, reported, gone, before)
+            policy.note(name, request.pieces[::-1], now)  # sent by another gateway
             if name in naive:
-                naive[name].merge(reported, gone, before)
+                naive[name].sent(request, now)
         elif action == 3 and rng.random() < 0.3:
             policy.clear(name)
             if name in naive:
@@ -139,7 +131,7 @@ def test_new_documents_go_to_the_owner_of_most_bytes():
     one.set_replicas(names[1:])
     assert all(one.owner(k) == other.owner(k) for k in range(1000, 1200) if other.owner(k) != names[0])
     with pytest.raises(LookupError, match="no replica"):
-        DocumentPolicy().owner(1)
+        Policy().owner(1)
 
 
 def test_a_request_that_was_not_taken_leaves_nothing():
@@ -215,7 +207,7 @@ def test_idle_replicas_share_requests_without_pieces():
 
 def test_decisions_and_memory_are_bounded_at_1024_replicas(monkeypatch):
     names = [f"replica {n}" for n in range(1024)]
-    policy = DocumentPolicy(most_pieces=8192)
+    policy = Policy(most_pieces=8192)
     policy.set_replicas(names)
     for n, name in enumerate(names):
         policy.sent(name, keys(1, 2, *range(10 * n + 10, 10 * n + 20)), n)

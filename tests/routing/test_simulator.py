@@ -18,7 +18,7 @@ def test_tokens_by_hand():
 
 def test_two_replicas_by_hand():
     sizes, jobs = [40, 40], [[0], [1], [0], [1], [0], [1]]
-    options = {"replicas": 2, "clients": 1, "pages": 4, "block": 10, "question": 0, "answer": 0}
+    options = {"replicas": 2, "clients": 1, "pages": 4, "block": 10, "question": 0, "answer": 0, "assumed": 1.0}
     # In turns, each replica always gets the same document, and then 0, 1, 0 and 0, 0, 1.
     assert simulate(jobs, sizes, policy="round_robin", **options).computed == 80
     assert simulate([[0], [0], [1]] * 2, sizes, policy="round_robin", **options).computed == 40 * (3 + 2)

@@ -8,6 +8,7 @@ import pytest
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import ReplicaGoneError
 from chunkattn.remote import messages as wire
+from chunkattn.schema.piece_keys import keys_of
 from chunkattn.server.app import create_app
 from chunkattn.web.options import ServerConfig
 
@@ -140,16 +141,10 @@ def test_the_longest_step_is_learned_from_heartbeats(llm):
 
 def test_a_report_does_not_wait_for_the_engine(llm, blocked):
     async def case(client):
-        reports = client._transport.app.state.server.reports
-        body = {"chunks": {"prefix": "Read.", "documents": ["Ana lives."], "question": "Where?"}}
-        from chunkattn.schema.generation import CompletionBody
-
-        reports.note(reports.find(body, CompletionBody.model_validate(body), "", None))
-        assert (await client.get("/v1/cache/report")).json()["held"] == []
-        while not blocked.queries:  # a thread reads the document first
-            await asyncio.sleep(0.005)
-        assert (await client.get("/v1/cache/report")).json()["held"] == []
-        assert len(blocked.queries) == 1
+        keys = keys_of("/v1/completions", {"chunks": {"prefix": "Read.", "documents": ["Ana lives."], "question": "Where?"}})
+        with client._transport.app.state.server.reports.sent(keys):
+            assert (await client.get("/v1/cache/report")).json()["held"] == [list(piece) for piece in reversed(keys.pieces)]
+        assert not blocked.queries
 
     serve(llm, case, report_documents=True)
 

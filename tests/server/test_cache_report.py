@@ -9,7 +9,7 @@ import pytest
 
 from chunkattn.engine.messages import CachedTokens, PrecomputeRequest
 from chunkattn.remote.messages import CacheQuery, Reply
-from chunkattn.schema.piece_keys import keys_of
+from chunkattn.schema.piece_keys import Keys, keys_of
 from chunkattn.server import cache_report
 from chunkattn.server.app import create_app
 from chunkattn.web.options import ServerConfig
@@ -68,59 +68,48 @@ async def post(http, path, body, **headers):
     return answer.json()
 
 
-def test_what_is_sent_and_held_or_gone_is_reported_by_its_routing_key(llm, engine):
+def test_what_is_sent_is_reported_by_its_routing_key_the_last_one_last(llm, engine):
     stored = {"prefix": PREFIX, "documents": [DOCUMENTS[0], {"id": "b", "title": "Bees", "text": DOCUMENTS[1]}, "x"]}
-    chat = {"messages": [SYSTEM, {"role": "user", "content": "Who?"}], "documents": [*DOCUMENTS[:2], DOCUMENTS[0]]}
     salted = {"prefix": PREFIX, "documents": DOCUMENTS[:1], "cache_salt": "tenant"}
+    chat = {"messages": [SYSTEM, {"role": "user", "content": "Who?"}], "documents": [*DOCUMENTS[:2], DOCUMENTS[0]]}
+    refused = {"prefix": PREFIX, "documents": ["y"], "priority": 99}
+
+    def logged(body, path=STORED):
+        return [list(piece) for piece in reversed(keys_of(path, body).pieces)]
 
     async def main():
         async with client(llm, report_documents=True) as http:
             await post(http, STORED, stored)
+            first = (await http.get(REPORT)).json()
+            assert first["held"] == logged(stored)
+            assert (first["capacity"], first["ready"], first["responsive"]) == (llm.limits.kv_tokens, True, True)
             await post(http, STORED, salted)
-            # The engine computes no prompt here; what a chat asks for is never held.
+            assert (await http.post(STORED, json=refused)).status_code == 400
+            later = (await http.get(REPORT, params={"since": first["version"]})).json()
+            assert later["held"] == logged(salted)
+            assert later["version"] > first["version"]
+            # A request is logged before its answer, and again: its pieces are now the youngest.
             waiting = asyncio.create_task(http.post("/v1/chat/completions", json=chat))
-            state = http._transport.app.state.server
-            while state.metrics.running < 1 or not state.llm.client._calls:
-                await asyncio.sleep(0)
-            assert (await http.get(REPORT)).json()["gone"] == []  # the engine may be about to compute them
+            while len((await http.get(REPORT)).json()["held"]) < 8:
+                await asyncio.sleep(0.01)
             waiting.cancel()
-            while len(state.reports._ledger) < 6:
-                await asyncio.sleep(0)
-            report = (await http.get(REPORT)).json()
-        held = {**dict(keys_of(STORED, stored).pieces[-3:]), **dict(keys_of(STORED, salted).pieces[-1:])}
-        assert dict(report["held"]) == held
-        documents = {key for key, _ in keys_of("/v1/chat/completions", chat).pieces}
-        assert len(report["gone"]) == 2
-        assert set(report["gone"]) < documents
-        assert report["capacity"] == llm.limits.kv_tokens
-        assert report["ready"] is True
+            await post(http, STORED, {"prefix": PREFIX, "documents": ["x"]})
+            held = (await http.get(REPORT)).json()["held"]
+            assert held[-2:] == logged({"prefix": PREFIX, "documents": ["x"]})
+            assert len(held) == len({key for key, _ in held})
+            assert (await http.get(REPORT, params={"since": 10**6})).json()["held"] == held
+            assert "look up" not in engine.told
 
     asyncio.run(main())
 
 
-def test_reports_ask_in_turns_and_tokenize_once(llm, engine, monkeypatch):
-    monkeypatch.setattr(cache_report, "_BATCH", 2)
-
-    async def main():
-        async with client(llm, report_documents=True) as http:
-            await post(http, STORED, {"prefix": PREFIX, "documents": DOCUMENTS})
-            keys = [key for key, _ in keys_of(STORED, {"prefix": PREFIX, "documents": DOCUMENTS}).pieces[-3:]]
-            report = (await http.get(REPORT)).json()
-            assert (len(report["held"]), engine.asked) == (2, 2)
-            first = report["version"]
-            report = (await http.get(REPORT, params={"since": first})).json()
-            assert set(dict(report["held"])) >= {keys[2]}
-            assert len((await http.get(REPORT)).json()["held"]) == 3
-            engine.cached.clear()
-            monkeypatch.setattr(cache_report.CacheReports, "_parse", lambda *_: pytest.fail("tokenized again"))
-            for _ in range(3):
-                report = (await http.get(REPORT)).json()
-            assert (report["held"], set(report["gone"])) == ([], set(keys))
-            monkeypatch.undo()
-            await post(http, STORED, {"prefix": PREFIX, "documents": DOCUMENTS[:1]})
-            assert set(dict((await http.get(REPORT)).json()["held"])) == {keys[0]}
-
-    asyncio.run(main())
+def test_the_log_is_bounded(llm, monkeypatch):
+    monkeypatch.setattr(cache_report, "_MOST_PIECES", 3)
+    reports = cache_report.CacheReports(llm)
+    for start in range(4):
+        with reports.sent(Keys(((start, 1), (start + 1, 1)))):
+            pass
+    assert [key for key, _ in reports.report()["held"]] == [2, 4, 3]
 
 
 def test_a_new_engine_is_a_new_generation_that_holds_nothing(llm, engine):
@@ -131,7 +120,8 @@ def test_a_new_engine_is_a_new_generation_that_holds_nothing(llm, engine):
             llm.client.restarts += 1
             after = (await http.get(REPORT)).json()
             assert before["generation"] != after["generation"]
-            assert (after["held"], after["gone"]) == ([], [])
+            assert before["held"]
+            assert after["held"] == []
             llm.client.state = "restarting"
             assert (await http.get(REPORT)).json()["ready"] is False
 
@@ -148,8 +138,7 @@ def test_reports_are_off_by_default_and_need_the_key(llm):
             assert (await http.get(REPORT, headers=keyed)).status_code == 200
             await post(http, STORED, {"documents": ["Ana."]}, **keyed)
             report = (await http.get(REPORT, headers=keyed)).json()
-            ((key, _),) = keys_of(STORED, {"documents": ["Ana."]}, "Bearer secret").pieces[-1:]
-            assert report["gone"] == [key]
+            assert report["held"] == [list(piece) for piece in keys_of(STORED, {"documents": ["Ana."]}, "Bearer secret").pieces]
 
     asyncio.run(main())
 

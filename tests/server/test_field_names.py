@@ -10,7 +10,7 @@ from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.schema.scoring import RerankBody, ScoreBody
 from chunkattn.schema.systemone import SystemOneBody
-from chunkattn.server.routes.tokens import InspectBody
+from chunkattn.schema.tokens import InspectBody
 from chunkattn.web.errors import ApiError, renamed
 
 pytest_plugins = ["tests.told_engine"]

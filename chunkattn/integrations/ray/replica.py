@@ -101,14 +101,12 @@ class Replica(ReloadsKeys):
         """Return the state of this replica, and its version.
 
         Args:
-            since: version of an earlier report of this replica; only later findings are returned.
+            since: version of an earlier report of this replica; only what was sent later is returned.
             to: the router's argument.
         """
-        assert self._state.reports is not None
-        told = await self._state.reports.report(since)
-        status, held, gone = self._state.probe(warm=False), dict(told["held"]), frozenset(told["gone"])
+        told, status = self._state.reports.report(since), self._state.probe(warm=False)
         ready, responsive = status in ("ready", "unresponsive"), status != "unresponsive"
-        return Report(told["generation"], ready, told["capacity"], held, gone, responsive=responsive), told["version"]
+        return Report(told["generation"], ready, told["capacity"], dict(told["held"]), responsive), told["version"]
 
     async def metrics(self, to: Any = None) -> str:
         """Return the metrics of engine and application in Prometheus's text format.

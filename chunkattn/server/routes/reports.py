@@ -14,9 +14,9 @@ router = APIRouter(tags=["cache"], prefix="/v1/cache")
 @router.get("/report")
 async def report(
     state: State,
-    since: Annotated[int, Query(ge=0, description="Version of an earlier report; only later findings are returned.")] = 0,
+    since: Annotated[int, Query(ge=0, description="Version of an earlier report; only what was sent later is returned.")] = 0,
 ) -> dict[str, Any]:
-    """Return which documents the KV cache holds, by routing key; with the option `report_documents`."""
-    assert state.reports is not None
-    told, health = await state.reports.report(since), state.health
-    return {**told, "ready": health in ("ready", "unresponsive"), "responsive": health != "unresponsive"}
+    """Return which documents the server was sent, by routing key; with the option `report_documents`."""
+    health = state.health
+    told = {"ready": health in ("ready", "unresponsive"), "responsive": health != "unresponsive"}
+    return state.reports.report(since) | told

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request, Response
 from chunkattn.calls.rerank import rerank_call
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
-from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
+from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody, ScoringBody
 from chunkattn.server.json_answer import json_answer
 from chunkattn.server.state import CallerOf, ServerState, State, new_id
 from chunkattn.web.bodies import JsonRoute
@@ -127,8 +127,8 @@ async def _reranked(body: RerankBody, version: str, state: ServerState, caller: 
         output = await state.llm.rerank(
             body.query_text,
             documents,
-            body.limit,
-            **_relevance(body),
+            body.argument("top_n"),
+            **body.relevance(),
             **_how(body, state, caller),
         )
     except RequestError as error:
@@ -196,19 +196,10 @@ def _check_queries(state: ServerState, count: int, param: str = "query") -> None
         raise ApiError(400, f"{count} queries exceed the {limit} of one request", param=param, code="invalid_value")
 
 
-def _how(body: GenerativeScoringBody | ScoreBody | RerankBody, state: ServerState, caller: Caller) -> dict[str, Any]:
+def _how(body: ScoringBody, state: ServerState, caller: Caller) -> dict[str, Any]:
     """Return the arguments of every scoring call."""
     arguments = {"algorithm": body.algorithm, "cache_salt": caller.salt(body.cache_salt), "priority": body.priority}
     return {**arguments, "timeout": state.config.request_timeout_s}
-
-
-def _relevance(body: ScoreBody | RerankBody) -> dict[str, Any]:
-    """Return the arguments of calls that judge relevance."""
-    instruction, cuts = body.instruction, (body.max_tokens_per_doc, body.truncate_prompt_tokens)
-    if isinstance(body, RerankBody):
-        instruction, cuts = instruction if instruction is not None else body.instruct, body.cuts
-    arguments = {"instruction": instruction, "template": body.template, "order": body.order or "query_first"}
-    return {**arguments, "max_tokens_per_doc": cuts[0], "truncate_prompt_tokens": cuts[1]}
 
 
 def _check_query(state: ServerState, query: str, most: int) -> None:
@@ -223,7 +214,7 @@ def _check_query(state: ServerState, query: str, most: int) -> None:
         raise ApiError(400, text, param="query", code="context_length_exceeded")
 
 
-def _check(state: ServerState, body: GenerativeScoringBody | ScoreBody | RerankBody) -> None:
+def _check(state: ServerState, body: ScoringBody) -> None:
     state.check_model(body.model)
     state.check_ready()
     state.check_priority(body.priority)
@@ -246,7 +237,7 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
         places = {queries[0]: [*range(len(documents))]}
 
     async def ranked(query: str, own: list[int]) -> RerankOutput:
-        options, names = _relevance(body) | _how(body, state, caller), fields._replace(listed=[f"document {n}" for n in own])
+        options, names = body.relevance() | _how(body, state, caller), fields._replace(listed=[f"document {n}" for n in own])
         timeout, given = options.pop("timeout"), [documents[place] for place in own]
         call = partial(rerank_call, state.llm.frontend, query, given, names=names, **options)
         try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
 from chunkattn.errors import RequestError
 from chunkattn.parsers.prompt import Prompt
-from chunkattn.schema.base import Body, CacheSalt, Rendered, TokenIds
-from chunkattn.schema.generation import Chunks, Messages, named_documents
+from chunkattn.schema.tokens import DetokenizeBody, InspectBody, TokenizeBody
 from chunkattn.server.json_answer import json_answer
 from chunkattn.server.state import CallerOf, ServerState, State
 from chunkattn.web.bodies import JsonRoute
@@ -25,42 +24,11 @@ _VALUES_PER_TOKEN = 6
 """Values of a token in an answer of `/inspect`."""
 
 
-class TokenizeBody(Rendered):
-    """Text or conversation to tokenize."""
-
-    prompt: str | None = None
-    messages: Messages | None = None
-    add_special_tokens: bool = True
-    return_token_strs: bool = False
-
-
-class DetokenizeBody(Body):
-    """Token ids to decode."""
-
-    tokens: TokenIds
-
-
-class InspectBody(Body):
-    """Prompt in the formats of `/v1/completions`."""
-
-    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
-
-    prompt: str | TokenIds = ""
-    chunks: Chunks | None = None
-    chunk_aware: bool | None = None
-    add_special_tokens: bool = True
-    cache_salt: CacheSalt = None
-
-
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Return the token ids of a text, or of a conversation under the chat template."""
     state.check_model(body.model)
     state.check_ready()
-    if body.prompt is None and body.messages is None:
-        raise ApiError(400, "give prompt or messages", param="prompt", code="missing_required_parameter")
-    if body.prompt is not None and body.messages is not None:
-        raise ApiError(400, "prompt and messages exclude each other", param="prompt", code="invalid_value")
     caller.take(1)
     parser = state.tokenizing_parser
 
@@ -105,17 +73,9 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
     """
     state.check_model(body.model)
     state.check_ready()
-    if body.chunks is not None and body.prompt:
-        text = "prompt and chunks exclude each other; leave prompt out or empty"
-        raise ApiError(400, text, param="prompt", code="invalid_value")
-    if body.chunks is None and "prompt" not in body.model_fields_set:
-        raise ApiError(400, "prompt is missing; give prompt or chunks", param="prompt", code="missing_required_parameter")
-    given: Prompt = body.prompt if isinstance(body.prompt, str) else {"prompt_token_ids": body.prompt}
-    prompt = given
-    if body.chunks is not None:
-        names, salt = named_documents(body.chunks.documents), caller.salt(body.cache_salt)
-        stored = state.documents.named(names, salt, field="chunks.documents")
-        prompt = body.chunks.prompt({number: document.chunk for number, document in stored.items()})
+    stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
+    documents = {number: document.chunk for number, document in stored.items()}
+    prompt: Prompt = next(iter(body.prompts(documents)), {"prompt_token_ids": []})
     caller.take(1)
     values = _VALUES_PER_TOKEN * min(_MAX_SHOWN_TOKENS, state.llm.frontend.parser.max_tokens or _MAX_SHOWN_TOKENS)
     answer = partial(_inspected, state, prompt, body.chunk_aware, body.add_special_tokens)
