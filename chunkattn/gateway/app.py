@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chunkattn.documents.records import DocumentRecords
+from chunkattn.documents.routes import DOCUMENTS, FORGET
 from chunkattn.gateway.documents import GatewayDocuments
-from chunkattn.gateway.forget import FORGET, forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import POLICIES
@@ -31,7 +31,6 @@ from chunkattn.web.middleware import METRICS_PATH, OPEN_PATHS, REPORT_PATH, Gate
 from chunkattn.web.options import ServerConfig
 from chunkattn.web.paths import RERANK_PATHS
 
-_DOCUMENTS_PATH = "/v1/cache/documents"
 _MOST_PLACES = 1 << 30
 _MEASURE_S = 300.0
 """Seconds after which bytes per token are measured again."""
@@ -42,7 +41,7 @@ _KNOWN = (
     "/score",
     "/generative_scoring",
     *RERANK_PATHS,
-    "/v1/cache/forget",
+    FORGET,
     "/v1/decisions",
     "/v1/systemone",
     "/v1/models",
@@ -110,11 +109,11 @@ class Gateway:
             self.policy,
             DocumentRecords(options.document_store) if records is None else records,
             config,
-            keys=self.keys if config.api_key_file is not None else None,
-            patience_s=options.replica_wait_s,
+            self.keys,
+            options.replica_wait_s,
         )
         self.watch = Watch(replicas, self.policy, options, getattr(replicas, "drop", lambda name: None))
-        self.documents.places.is_ready = lambda name: name in self.watch.states and self.watch.states[name].is_ready
+        self.documents.keeper.takes = lambda name: name in self.watch.states and self.watch.states[name].is_ready
         self._replica_metrics = ReplicaMetrics(replicas, options.report_timeout_s)
         self._measure = TextMeasure(self._count_tokens)
         self._measuring: asyncio.Task[None] | None = None
@@ -160,8 +159,8 @@ class Gateway:
                 await send({"type": "websocket.close", "code": 1000})
             return
         path, method = route_path(scope), scope["method"]
-        label = _DOCUMENTS_PATH if path.startswith(_DOCUMENTS_PATH) else path
-        known = path in (*_KNOWN, *OPEN_PATHS, METRICS_PATH) or label == _DOCUMENTS_PATH
+        label = DOCUMENTS if path.startswith(DOCUMENTS) else path
+        known = path in (*_KNOWN, *OPEN_PATHS, METRICS_PATH) or label == DOCUMENTS
         scope["route"] = SimpleNamespace(path=label if known else "other")
         own = dict.fromkeys(OPEN_PATHS, self._health) | {"/livez": _livez, METRICS_PATH: self._show_metrics}
         try:
@@ -177,24 +176,12 @@ class Gateway:
                 raise ApiError(503, "the gateway is draining; try another one", code="server_draining", **{"Retry-After": "1"})
             if path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
                 raise ApiError(404, f"the gateway has no route {path}", code="not_found")
-            if path == _DOCUMENTS_PATH or path.startswith(f"{_DOCUMENTS_PATH}/"):
-                if not self._stores_documents:
-                    text = "several gateways store no documents by id; send their texts, or run one gateway"
-                    raise ApiError(400, text, code="unsupported_parameter")
-                await self.documents.app(scope, receive, send)
-                return
-            if path == FORGET and method == "POST":
-                config = self.state.config
-                response = await forget(
-                    scope,
-                    receive,
-                    self.replicas,
-                    self.policy,
-                    max_body_bytes=config.max_body_bytes,
-                    timeout_s=config.request_timeout_s,
-                    patience_s=self.options.replica_wait_s,
-                )
-                await response(scope, receive, send)
+            is_stored = path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/")
+            if is_stored and not self._stores_documents:
+                text = "several gateways store no documents by id; send their texts, or run one gateway"
+                raise ApiError(400, text, code="unsupported_parameter")
+            if is_stored or (path == FORGET and method == "POST"):
+                await self.documents.app({**scope}, receive, send)  # a copy: the routes have one label in the metrics
                 return
             await self._relay(scope, receive, send)
         except ApiError as error:

@@ -12,10 +12,9 @@ from chunkattn.web.paths import RERANK_PATHS
 _CHUNKS = ("/v1/completions", "/inspect")
 _DOCUMENTS = ("/v1/chat/completions", "/v1/decisions", "/v1/systemone")
 _PAIRS = ("/v1/score", "/score")
-_MAX_ID_CHARS = 128
 
-Find = Callable[[str], DocumentRecord | None]
-"""Function that returns the record of an id, or None."""
+Find = Callable[[str, str], DocumentRecord]
+"""Function that returns the record of an id at a place in the body, or raises `ApiError`."""
 
 
 def salt_of(path: str, body: Mapping[str, Any]) -> str | None:
@@ -77,12 +76,7 @@ def _replaced(given: Any, find: Find, field: str, make: Callable[[DocumentRecord
     documents = list(given)
     for number, name in named.items():
         place = f"{field}.{number}"
-        if (record := find(name)) is None:
-            text = (
-                f"{place} names the document {name[:_MAX_ID_CHARS]!r}, which is not stored under this salt: it was never "
-                "added, was deleted or has expired; add it by POST /v1/cache/documents, or send its text"
-            )
-            raise ApiError(404, text, param="documents", code="document_not_found")
+        record = find(name, place)
         documents[number] = make(record, place)
     return documents
 

@@ -40,7 +40,7 @@ def route(urls: Sequence[str], options: GatewayOptions, config: ServerConfig) ->
 
 async def _route(replicas: HttpReplicas, options: GatewayOptions, config: ServerConfig, listening: socket.socket) -> None:
     gateway = Gateway(replicas, options, replace(config, host=listening.getsockname()[0]))
-    reloader = KeyReloader(gateway.keys, gateway.documents.delete_owned)
+    reloader = KeyReloader(gateway.keys, gateway.documents.registry.delete_owned)
     if hasattr(signal, "SIGHUP"):
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reloader.ask)
     listener = Listener(gateway.app, config, gateway.state, listening)

@@ -188,7 +188,7 @@ class Completion(Answer):
     def __init__(self, body: CompletionBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
-        self.stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
+        self.stored = state.named_documents(body.named(), caller, body.cache_salt, field="chunks.documents")
         self.prompts = body.prompts({number: document.chunk for number, document in self.stored.items()})
         self._known_offsets: dict[str, tuple[list[int], int]] = {}
         echoed = body.logprobs if body.echo else None
@@ -333,7 +333,7 @@ class Chat(Answer):
     def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.texts = body, state.texts
-        self.stored = state.documents.named(named_documents(body.documents), caller.salt(body.cache_salt))
+        self.stored = state.named_documents(named_documents(body.documents), caller, body.cache_salt)
         self.documents = body.chunks({number: document.chunk for number, document in self.stored.items()})
         wanted = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(state.llm.frontend.sampling_defaults, max_tokens=body.limit, logprobs=wanted)

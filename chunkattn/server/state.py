@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from secrets import token_hex
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 from fastapi import Depends, Request
 
-from chunkattn.documents.records import DocumentRecords
+from chunkattn.documents.records import DocumentRecords, Scope
+from chunkattn.documents.registry import Registry
 from chunkattn.fair_threads import FairThreads
 from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
 from chunkattn.request_record import RECORD
+from chunkattn.schema.base import Body
+from chunkattn.schema.documents import CacheBody
 from chunkattn.server.cache_report import CacheReports
-from chunkattn.server.document_store import Documents
 from chunkattn.server.engine_gauges import EngineGauges
+from chunkattn.server.engine_keeper import EngineKeeper
+from chunkattn.server.stored_document import StoredDocument
 from chunkattn.server.texts import TokenTexts
 from chunkattn.web.body_shares import BodyShares
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Caller, Keys, Shares
+from chunkattn.web.leaving import unless_gone as unless_gone
 from chunkattn.web.middleware import HttpMetrics
 from chunkattn.web.options import ServerConfig
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
-
-T = TypeVar("T")
 
 DEMO_NAME = "chunkattn-demo"
 _MAX_TOKENIZED = 1 << 17
@@ -75,15 +77,32 @@ class ServerState:
         return FairThreads(1)
 
     @cached_property
-    def documents(self) -> Documents:
+    def keeper(self) -> EngineKeeper:
+        """Return the keeper of the stored documents' K/V."""
+        return EngineKeeper(self.llm, self.config, DocumentRecords(self.config.document_store), self.check_stored)
+
+    @cached_property
+    def documents(self) -> Registry:
         """Return the registry of stored documents."""
-        path = self.config.document_store
-        return Documents(self.llm, self.config, None if path is None else DocumentRecords(path), self.keys)
+        return Registry(self.keeper.records, self.keeper, self.config, self.keys)
+
+    def named_documents(
+        self, names: Mapping[int, str], caller: Caller, cache_salt: str | None, *, field: str = "documents"
+    ) -> dict[int, StoredDocument]:
+        """Return the documents that a request names by id; see `EngineKeeper.named`.
+
+        Args:
+            names: ids by the place of the document in the request.
+            caller: client of the request.
+            cache_salt: salt that it gives.
+            field: place of the documents in the request's body, for error texts.
+        """
+        return self.keeper.named(self.documents, names, Scope(caller.salt(None), caller.salt(cache_salt)), field)
 
     @cached_property
     def reports(self) -> CacheReports | None:
         """Return the reports of the KV cache; None unless `report_documents` is set."""
-        return CacheReports(self.llm, self.documents.contents) if self.config.report_documents else None
+        return CacheReports(self.llm, self.keeper.contents) if self.config.report_documents else None
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -150,6 +169,21 @@ class ServerState:
             allowed = f"priority must be between {-most} and {most}" if most else f"priority cannot be set (it is {default})"
             text = f"{allowed}, got {priority}; the server's option priority_range is {most}"
             raise ApiError(400, text, param="priority", code="invalid_value")
+
+    def check_stored(self, body: Body | None) -> None:
+        """Check a request to the routes of stored documents.
+
+        Args:
+            body: body of the request; None for a request without one.
+
+        Raises:
+            ApiError: as `check_model`, `check_ready` and `check_priority`.
+        """
+        if body is not None:
+            self.check_model(body.model)
+        self.check_ready()
+        if isinstance(body, CacheBody):
+            self.check_priority(body.priority, CacheBody.model_fields["priority"].default)
 
     def check_answer_values(self, values: int, less: str, param: str) -> None:
         """Check the size of an answer before any work.
@@ -228,36 +262,3 @@ def new_id(kind: str) -> str:
         kind: kind of the answer, such as `"cmpl"`.
     """
     return f"{kind}-{token_hex(16)}"
-
-
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """Await work, and cancel it if the client disconnects.
-
-    Args:
-        request: the client's request, with its body read.
-        work: awaitable that makes the answer.
-
-    Raises:
-        ApiError: 499, the client has left and the work is cancelled. No client reads this answer.
-    """
-    here, gone = asyncio.current_task(), False
-    assert here is not None
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        here.cancel()
-
-    watcher = asyncio.create_task(watch())
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if gone and here.cancelling() == 1:  # the watcher alone cancelled this task
-            raise ApiError(499, "the client has left") from None
-        raise
-    finally:
-        watcher.cancel()
-        if gone:
-            here.uncancel()

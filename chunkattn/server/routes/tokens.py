@@ -111,8 +111,8 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
     given: Prompt = body.prompt if isinstance(body.prompt, str) else {"prompt_token_ids": body.prompt}
     prompt = given
     if body.chunks is not None:
-        names, salt = named_documents(body.chunks.documents), caller.salt(body.cache_salt)
-        stored = state.documents.named(names, salt, field="chunks.documents")
+        names = named_documents(body.chunks.documents)
+        stored = state.named_documents(names, caller, body.cache_salt, field="chunks.documents")
         prompt = body.chunks.prompt({number: document.chunk for number, document in stored.items()})
     caller.take(1)
     values = _VALUES_PER_TOKEN * min(_MAX_SHOWN_TOKENS, state.llm.frontend.parser.max_tokens or _MAX_SHOWN_TOKENS)
