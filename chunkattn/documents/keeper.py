@@ -10,7 +10,6 @@ from fastapi import Request
 from chunkattn.documents.records import DocumentRecord, Scope
 from chunkattn.fair_threads import FairThreads
 from chunkattn.schema.base import Body
-from chunkattn.schema.documents import ForgetBody
 
 
 class Kept(NamedTuple):
@@ -93,11 +92,15 @@ class Keeper(Protocol):
     async def forget(self, records: Sequence[DocumentRecord]) -> None:
         """Forget documents that are not in the records any more, or were stored and never came there, and settle them.
 
-        Returns when they are forgotten, or are to be forgotten later. Called after each change of the records' set of documents.
+        Returns when they are forgotten, or are to be forgotten later. Called whenever documents came into the records or left.
         """
 
-    async def erase(self, request: Request, body: ForgetBody) -> Any:
+    async def erase(self, request: Request, records: Sequence[DocumentRecord]) -> Any:
         """Forget the K/V of documents that were sent in prompts, unless a stored document uses it. Return the answer's body.
+
+        Args:
+            request: request of the client.
+            records: the documents, which are not stored.
 
         Raises:
             ApiError: the K/V cannot be forgotten now.

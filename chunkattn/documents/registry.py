@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, Literal
 
+from fastapi import Request
+
 from chunkattn.documents.keeper import Keeper, Kept
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
-from chunkattn.schema.documents import CacheBody
+from chunkattn.schema.documents import CacheBody, ForgetBody
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Keys
 from chunkattn.web.options import ServerConfig
@@ -261,6 +263,16 @@ class Registry:
             self.records.remove([record])
         await self._forget([record])
 
+    async def erase(self, scope: Scope, body: ForgetBody, request: Request) -> Any:
+        """Forget the K/V of documents that were sent in prompts; see `Keeper.erase`.
+
+        Args:
+            scope: scope of the request.
+            body: body of the request.
+            request: the request.
+        """
+        return await self.keeper.erase(request, await self.keeper.threads.run(_records_of, scope, body))
+
     def delete_owned(self, owners: Set[str]) -> int:
         """Delete the documents of owners whose keys are no longer valid. Return their number.
 
@@ -312,7 +324,7 @@ class Registry:
         return task
 
 
-def _records_of(scope: Scope, body: CacheBody) -> list[DocumentRecord]:
+def _records_of(scope: Scope, body: CacheBody | ForgetBody) -> list[DocumentRecord]:
     """Return the records of new documents. A document without an id gets one from its content and prefix as they were sent.
 
     Raises:
@@ -325,7 +337,7 @@ def _records_of(scope: Scope, body: CacheBody) -> list[DocumentRecord]:
         if not source:
             raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
         content = blake2b(json.dumps(source).encode(), digest_size=12, key=digest)
-        record = DocumentRecord(scope, name or f"doc-{content.hexdigest()}", prefix, source, pinned=body.pin)
+        record = DocumentRecord(scope, name or f"doc-{content.hexdigest()}", prefix, source, pinned=getattr(body, "pin", False))
         if (first := numbers.setdefault(record.id, number)) < number:
             text = f"documents.{number} has the id or the content of documents.{first}"
             raise ApiError(400, text, param="documents", code="invalid_value")

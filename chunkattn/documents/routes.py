@@ -80,8 +80,7 @@ async def delete(document_id: str, request: Request, documents: Documents, cache
 async def forget(body: ForgetBody, request: Request, documents: Documents) -> Any:
     """Forget the K/V of documents that were sent in prompts, in memory and on disk, unless a stored document uses it."""
     documents.keeper.check(body)
-    request.state.caller.take(1)
-    return await unless_gone(request, documents.keeper.erase(request, body))
+    return await unless_gone(request, documents.erase(_enter(request, documents, body.cache_salt), body, request))
 
 
 def documents_router(route_class: type[APIRoute]) -> APIRouter:

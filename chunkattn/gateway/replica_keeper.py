@@ -25,7 +25,6 @@ from chunkattn.gateway.relay import outgoing_headers
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import error_code, is_passing, retried
 from chunkattn.schema.base import Body
-from chunkattn.schema.documents import ForgetBody
 from chunkattn.schema.piece_keys import keys_of
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Keys
@@ -421,7 +420,7 @@ class ReplicaKeeper:
             logger.warning("the K/V of a removed document stays until evicted: its owner's API key is not known")
         return is_orphan
 
-    async def erase(self, request: Request, body: ForgetBody) -> Any:
+    async def erase(self, request: Request, records: Sequence[DocumentRecord]) -> Any:
         """Have every replica forget contents, because copies may be anywhere. Return the answer of the first one."""
         headers, query = outgoing_headers(request.scope), request.scope.get("query_string", b"")
         outgoing = Outgoing("POST", FORGET, query, headers, await request.body())
@@ -447,8 +446,8 @@ class ReplicaKeeper:
         with suppress(TimeoutError):  # then the replicas that have not answered are named
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.gather(*map(tell, await retried(known, bool, self._patience_s)))
-        keys = keys_of(DOCUMENTS, body.model_dump(exclude_unset=True), request.headers.get("authorization", "")).pieces
-        self._policy.forget([key for key, _ in keys[max(0, len(keys) - len(body.documents)) :]])
+        self._policy.forget([self._route(record) for record in records])
+        self._drop_header(records[0].scope.owner)
         names = self._replicas.names()
         if missed := [n for n, answer in answers.items() if (n in names if answer is None else answer.status >= 500)]:
             text = f"replicas that cannot be reached may still hold the documents: {', '.join(missed)}; send the request again"
@@ -457,7 +456,7 @@ class ReplicaKeeper:
         if not told:
             raise ApiError(503, "there is no replica; try again", code="no_replica", **_AGAIN)
         if refused := next((answer for answer in told if answer.status >= 400), None):
-            raise _refusal(refused, range(len(body.documents)))
+            raise _refusal(refused, range(len(records)))
         return told[0].body
 
     # What replicas miss

@@ -21,7 +21,6 @@ from chunkattn.errors import ChunkAttnError, EngineError, QueueFullError, Reques
 from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.schema.base import Body
-from chunkattn.schema.documents import ForgetBody
 from chunkattn.server.contents import Contents
 from chunkattn.server.stored_document import Content, StoredDocument, as_bytes, as_ids, count_ids
 from chunkattn.web.errors import ApiError
@@ -115,12 +114,11 @@ class EngineKeeper:
 
     async def store(self, records: Sequence[DocumentRecord], *, priority: int, model: str | None) -> list[Kept]:
         """Compute new documents, and set their sizes; see `Keeper.store`."""
-        first = records[0]
+        first, names = records[0], _names(records[0].prefix)
         if not self._can_store:
             text = "documents can be cached one by one only under position_strategy 'shared'; else their K/V is of one prompt"
             raise ApiError(400, text, param="documents", code="unsupported_parameter")
-        names = _names(first.prefix)
-        contents = await self._parse(first.prefix, [r.source for r in records], first.scope.cache_salt, names)
+        contents = await self._parse(records)
         with self._room(first.scope.owner, contents) if first.pinned else nullcontext():
             self.contents.use(contents)
             try:
@@ -140,16 +138,18 @@ class EngineKeeper:
             for content, cached in zip(contents, report.documents, strict=True)
         ]
 
-    async def _parse(self, prefix: Prefix, sources: Sequence[Any], cache_salt: str | None, names: Names) -> list[Content]:
-        """Return the contents of documents after a prefix.
+    async def _parse(self, records: Sequence[DocumentRecord]) -> list[Content]:
+        """Return the contents of new documents of one scope and prefix.
 
         Raises:
             ApiError: 400, a document is empty, or the documents are too many or too long.
             RequestError: a part cannot be tokenized.
         """
-        self.llm.limits.check_count(len(sources), "documents", names.chunks)
+        prefix, salt, names = records[0].prefix, records[0].scope.cache_salt, _names(records[0].prefix)
+        self.llm.limits.check_count(len(records), "documents", names.chunks)
 
         def parse() -> list[Content]:
+            sources: list[Any] = [record.source for record in records]
             prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix.source, sources, prefix.template_options, names)
             if not all(chunks):
                 text = f"documents.{next(n for n, chunk in enumerate(chunks) if not chunk)} is empty"
@@ -158,7 +158,7 @@ class EngineKeeper:
                 text = f"documents, each with the prefix, have more than {_MAX_TOKENS_PER_POST} tokens; send fewer at once"
                 raise ApiError(400, text, param="documents", code="too_many_documents")
             start = as_bytes(prefix_ids)
-            return [(cache_salt, start, as_bytes(chunk)) for chunk in chunks]
+            return [(salt, start, as_bytes(chunk)) for chunk in chunks]
 
         return await self.threads.run(parse)
 
@@ -206,13 +206,11 @@ class EngineKeeper:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def erase(self, request: Request, body: ForgetBody) -> dict[str, Any]:
+    async def erase(self, request: Request, records: Sequence[DocumentRecord]) -> dict[str, Any]:
         """Forget contents, in memory and on disk, unless a stored document or a call uses them."""
-        salt = self.scope(request, body.cache_salt).cache_salt
-        prefix = Prefix(body.start(), body.messages is not None, body.chat_template_kwargs)
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
-                contents = await self._parse(prefix, body.texts(), salt, _names(prefix))
+                contents = await self._parse(records)
                 unused = [content for content in dict.fromkeys(contents) if content not in self.contents]
                 self.contents.use(unused)
                 for content in unused:

@@ -16,14 +16,13 @@ from chunkattn.async_llm import AsyncLLM
 from chunkattn.calls import precompute
 from chunkattn.cli import cache, prompts
 from chunkattn.cli.common import app
-from chunkattn.documents.records import Prefix
+from chunkattn.documents.records import DocumentRecord, Prefix, Scope
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.engine.request import Request
 from chunkattn.errors import ChunkAttnError, RequestError
 from chunkattn.parsers import PromptParser, parser
 from chunkattn.parsers.arguments import check_ids
-from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.app import create_app
 from chunkattn.server.state import ServerState
 from chunkattn.web.errors import api_error
@@ -345,7 +344,7 @@ def test_documents_of_a_request_are_laid_out_once(served, monkeypatch):
 
     async def add():
         keeper = ServerState(served, ServerConfig()).keeper
-        contents = await keeper._parse(Prefix("Read."), ["one", "two"], None, DOCUMENT_NAMES)
+        contents = await keeper._parse([DocumentRecord(Scope(), name, Prefix("Read."), name) for name in ("one", "two")])
         return [*keeper.contents.job(contents).stages()]
 
     stages = asyncio.run(add())
