@@ -107,25 +107,13 @@ class Registry:
 
     # Reading
 
-    def get(self, scope: Scope, document_id: str) -> DocumentRecord:
+    def get(self, scope: Scope, document_id: str, place: str | None = None, advice: str = ADVICE) -> DocumentRecord:
         """Return the record of a document.
-
-        Raises:
-            ApiError: 404, there is no usable document of this id.
-        """
-        self.check_restored()
-        record = self.records.get(scope, document_id)
-        if record is None or not record.is_live:
-            raise _missing(document_id, record)
-        return record
-
-    def named(self, scope: Scope, document_id: str, place: str, advice: str = ADVICE) -> DocumentRecord:
-        """Return the record of a document that a request names in a prompt.
 
         Args:
             scope: scope of the request.
-            document_id: the id.
-            place: place of the document in the request's body, for the error.
+            document_id: id of the document.
+            place: place in the request's body that names the document, for the error; None for a document of the path.
             advice: what the client can do instead, for the error.
 
         Raises:
@@ -133,15 +121,9 @@ class Registry:
         """
         self.check_restored()
         record = self.records.get(scope, document_id)
-        if record is not None and record.is_live:
-            return record
-        if record is not None and record.fault is not None:
-            raise _missing(document_id, record, "documents")
-        text = (
-            f"{place} names the document {document_id[:_MAX_ID_CHARS]!r}, which is not stored under this salt: it was never "
-            f"added, was deleted or has expired; {advice}"
-        )
-        raise ApiError(404, text, param="documents", code="document_not_found")
+        if record is None or not record.is_live:
+            raise _missing(document_id, record, place, advice)
+        return record
 
     def page(self, scope: Scope, after: str | None, limit: int) -> tuple[list[DocumentRecord], bool]:
         """Return up to `limit` documents of a scope, oldest first, and whether more follow.
@@ -345,14 +327,19 @@ def _records_of(scope: Scope, body: CacheBody | ForgetBody) -> list[DocumentReco
     return records
 
 
-def _missing(document_id: str, record: DocumentRecord | None = None, param: str = "document_id") -> ApiError:
-    text = f"there is no document {document_id[:_MAX_ID_CHARS]!r} under this salt"
+def _missing(
+    document_id: str, record: DocumentRecord | None = None, place: str | None = None, advice: str = ADVICE
+) -> ApiError:
+    name = repr(document_id[:_MAX_ID_CHARS])
     if record is not None and record.fault is not None:
-        text = (
-            f"the document {document_id!r} is in the document store, but this server cannot use it: {record.fault}; add it "
-            "again, or delete it"
-        )
-    return ApiError(404, text, param=param, code="document_not_found")
+        text = f"the document {name} is in the document store, but this server cannot use it: {record.fault}"
+        text += "; add it again, or delete it"
+    elif place is not None:
+        text = f"{place} names the document {name}, which is not stored under this salt: it was never added, was deleted or has"
+        text += f" expired; {advice}"
+    else:
+        text = f"there is no document {name} under this salt"
+    return ApiError(404, text, param="document_id" if place is None else "documents", code="document_not_found")
 
 
 @contextmanager

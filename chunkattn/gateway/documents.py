@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
@@ -102,7 +103,7 @@ class GatewayDocuments:
         self.keeper.note(scope.owner, authorization)
 
         def find(name: str, place: str) -> DocumentRecord:
-            return self.registry.named(scope, name, place)
+            return self.registry.get(scope, name, place)
 
         return with_texts(path, body, find)
 
@@ -119,8 +120,11 @@ class BodyRoute(APIRoute):
                 config = request.app.state.documents.config
                 most, headers = config.max_body_bytes, request.scope["headers"]
                 body = request._body = await read_body(request.scope, request.receive, most, config.request_timeout_s)
-                if body:
-                    request._json = _decoded(await asyncio.to_thread(expanded_body, body, headers, most))
+                if body and "json" in request.headers.get("content-type", ""):
+                    plain = await asyncio.to_thread(expanded_body, body, headers, most)
+                    request._json, faults = field.validate(_decoded(plain), {}, loc=("body",))
+                    if faults:
+                        raise RequestValidationError(faults)
             return await handler(request)
 
         return answer

@@ -395,18 +395,16 @@ class ReplicaKeeper:
 
     async def forget(self, records: Sequence[DocumentRecord]) -> None:
         """Have every replica delete or forget documents. Replicas that cannot be reached are told later."""
-        calls = []
+        gone = []
         self._changed.set()  # a new document may be pinned elsewhere than at its owner, and have replaced one that is wanted
         for record in records:
             if self._is_placed(record):
                 del self._places[remote_id(record)]
             current = self._records.get(record.scope, record.id)
-            if (current is not None and self._route(current) == self._route(record)) or self._is_orphan(record):
-                self._records.settle(record)
-            else:
-                calls += [self._tell(name, record) for name in self._replicas.names()]
-        self._policy.forget([self._route(record) for record in records])
-        await asyncio.gather(*calls)
+            if (current is None or self._route(current) != self._route(record)) and not self._is_orphan(record):
+                gone.append(record)
+        self._policy.forget([self._route(record) for record in gone])
+        await asyncio.gather(*(self._tell(name, record) for record in gone for name in self._replicas.names()))
         for record in records:
             self._settle(record)
         for owner in {record.scope.owner for record in records}:
@@ -505,9 +503,9 @@ class ReplicaKeeper:
         for record, names in list(self._records.owed.items()):
             if self._is_orphan(record):
                 self._records.settle(record)
-                continue
-            for name in names or self._replicas.names():
-                self._owed.setdefault(name, {})[record] = None
+            else:
+                for name in names or self._replicas.names():
+                    self._owed.setdefault(name, {})[record] = None
         self._changed.set()
 
     def lose(self, names: Collection[str]) -> None:

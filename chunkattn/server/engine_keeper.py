@@ -105,7 +105,7 @@ class EngineKeeper:
             advice = f"under position_strategy {strategy!r} this server stores no documents, so send its text"
         named, tokens = dict[int, StoredDocument](), 0
         for number, name in names.items():
-            record = registry.named(scope, name, f"{field}.{number}", advice)
+            record = registry.get(scope, name, f"{field}.{number}", advice)
             named[number] = self.documents[record]
             if (tokens := tokens + (record.tokens or 0)) > _MAX_TOKENS_PER_POST:
                 text = f"the documents named by id have more than {_MAX_TOKENS_PER_POST} tokens; send fewer at once"
