@@ -142,11 +142,10 @@ class EngineKeeper:
         """Return the contents of new documents of one scope and prefix.
 
         Raises:
-            ApiError: 400, a document is empty, or the documents are too many or too long.
+            ApiError: 400, a document is empty, or the documents together are too long.
             RequestError: a part cannot be tokenized.
         """
         prefix, salt, names = records[0].prefix, records[0].scope.cache_salt, _names(records[0].prefix)
-        self.llm.limits.check_count(len(records), "documents", names.chunks)
 
         def parse() -> list[Content]:
             sources: list[Any] = [record.source for record in records]

@@ -19,7 +19,7 @@ from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
 from chunkattn.request_record import RECORD
 from chunkattn.schema.base import Body
-from chunkattn.schema.documents import CacheBody
+from chunkattn.schema.documents import CacheBody, ForgetBody
 from chunkattn.server.cache_report import CacheReports
 from chunkattn.server.engine_gauges import EngineGauges
 from chunkattn.server.engine_keeper import EngineKeeper
@@ -178,10 +178,13 @@ class ServerState:
 
         Raises:
             ApiError: as `check_model`, `check_ready` and `check_priority`.
+            RequestError: there are more than `max_items_per_request` documents.
         """
         if body is not None:
             self.check_model(body.model)
         self.check_ready()
+        if isinstance(body, (CacheBody, ForgetBody)):
+            self.llm.limits.check_count(len(body.documents), "documents", "documents")
         if isinstance(body, CacheBody):
             self.check_priority(body.priority, CacheBody.model_fields["priority"].default)
 
