@@ -375,8 +375,7 @@ class EngineKeeper:
         turn = asyncio.Semaphore(_CONCURRENT_PINS)
 
         async def pin(record: DocumentRecord) -> None:
-            document = self.documents[record]
-            while record in self.documents and record.pinned and not self.has_pin(document):
+            while (document := self.documents.get(record)) is not None and record.pinned and not self.has_pin(document):
                 try:
                     async with turn:
                         await self.pin(record)
