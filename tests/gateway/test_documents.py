@@ -388,11 +388,12 @@ def test_changes_reach_the_replica_and_lifetimes_end_everywhere(llm):
             assert (await cluster.call("PATCH", f"{URL}/note-0", {"pinned": True})).status == 200
             assert cluster.replicas.pinned() == {TEXTS[0]: [cluster.home(TEXTS[0])]}
             (document,) = (d for d in cluster.replicas.stored(cluster.home(TEXTS[0])).values() if d.text == TEXTS[0])
-            assert document.expires == pytest.approx(time.time() + 1000, abs=60)
+            assert document.record.expires == pytest.approx(time.time() + 1000, abs=60)
             changed = await cluster.call("PATCH", f"{URL}/note-0", {"pinned": False, "ttl_s": "never"})
             assert (changed.body["expires"], changed.body["pinned"]) == (None, False)
             assert cluster.replicas.pinned() == {}
-            assert document.expires is None or cluster.replicas.stored(cluster.home(TEXTS[0]))[document.id].expires is None
+            stored = cluster.replicas.stored(cluster.home(TEXTS[0]))[document.record.id]
+            assert stored.record.expires is None
             assert (await cluster.call("PATCH", f"{URL}/note-0", {"pinned": "yes"})).status == 400
             assert (await cluster.call("PATCH", f"{URL}/absent", {"pinned": True})).status == 404
             cluster.records.change(cluster.records.get(Scope(), "note-2"), pinned=True)
