@@ -184,7 +184,7 @@ class RecordsFile:
             try:
                 try:
                     self._delete_rows(portion)
-                except sqlite3.Error as error:
+                except (sqlite3.Error, OSError) as error:
                     if not _is_full(error):
                         raise
                     with self._reserve.lent():
@@ -207,7 +207,7 @@ class RecordsFile:
             on_full_disk: whether to write as little as possible, and to give the space of the log back.
         """
         if not on_full_disk:
-            with self._transaction() as rows:
+            with self._transaction(grows=is_owed) as rows:
                 for record in records:
                     _delete(rows, record, is_owed=is_owed)
             return
@@ -257,9 +257,11 @@ class RecordsFile:
         return RecordsError(f"document store {self.path} did not take the change: {error}; {outcome}")
 
 
-def _is_full(error: sqlite3.Error) -> bool:
+def _is_full(error: sqlite3.Error | OSError) -> bool:
     """Return whether a change failed because a disk, a quota or a file size limit is exhausted."""
-    return getattr(error, "sqlite_errorname", "") in ("SQLITE_FULL", "SQLITE_IOERR_WRITE")
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorname", "") in ("SQLITE_FULL", "SQLITE_IOERR_WRITE")
+    return not isinstance(error, RecordsError)
 
 
 def _insert(rows: sqlite3.Connection, record: DocumentRecord) -> None:
