@@ -92,7 +92,8 @@ def test_records_are_removed_on_a_full_disk(size, restarted, disk, fill):
     kept = []
     for number in range(2_000):
         try:
-            kept += records.put([record(number, size)])
+            records.put([record(number, size)])
+            kept += [records.get(Scope(f"owner {number}", None), str(number))]
         except RecordsError as error:
             said = str(error)
             break

@@ -58,9 +58,9 @@ class Prefix:
         return encode([self.source, self.is_chat, dict(self.template_options)])
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DocumentRecord:
-    """Stored document.
+    """Stored document. `DocumentRecords` changes the fields of the documents that it keeps.
 
     Attributes:
         scope: namespace of the id.
@@ -73,6 +73,7 @@ class DocumentRecord:
         tokens: token count of the document as last computed; None if unknown.
         prefix_tokens: token count of the prefix as last computed; None if unknown.
         num_bytes: bytes of the document's K/V as last computed; None if unknown.
+        fault: why this process cannot use the document, which is then in the file alone; None for a usable one. Never written.
     """
 
     scope: Scope
@@ -85,6 +86,12 @@ class DocumentRecord:
     tokens: int | None = None
     prefix_tokens: int | None = None
     num_bytes: int | None = None
+    fault: str | None = None
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether clients can use the document now."""
+        return self.fault is None and (self.expires is None or self.expires > time.time())
 
     @property
     def source(self) -> str | list[int]:

@@ -28,11 +28,17 @@ class DocumentRecords:
     Only the owner of the file reads it. On a full disk new documents are refused and deletions succeed: they borrow the space
     of `PATH-reserve`.
 
+    A removed or replaced document is owed until its keeper has forgotten its K/V. What is owed survives as the records do,
+    except for deletions on a full disk.
+
     Args:
         path: file of the records, made when absent; None keeps the records in memory alone.
 
+    Attributes:
+        owed: removed documents whose K/V is not forgotten yet, with the places that hold it; no places stand for every place.
+
     Raises:
-        ConfigError: the file is damaged, is no file of records, or has another version. It is left as it is.
+        ConfigError: the file is damaged, is no file of records, or has a newer version. It is left as it is.
         RecordsInUseError: the file is open in another process.
     """
 
@@ -41,11 +47,14 @@ class DocumentRecords:
         self._scopes: dict[Scope, dict[str, DocumentRecord]] = {}
         self._prefixes: WeakValueDictionary[bytes, Prefix] = WeakValueDictionary()
         self._owners: Counter[str | None] = Counter()
+        self.owed: dict[DocumentRecord, Sequence[str]] = {}
         self._file = None if self.path is None else RecordsFile(self.path)
         if self._file is not None:
             try:
                 for record in self._file.read():
-                    self._keep(self._shared(record))
+                    self._share(record)
+                    self._keep(record)
+                self.owed.update(self._file.read_owed())
             except BaseException:
                 self.close()
                 raise
@@ -77,7 +86,7 @@ class DocumentRecords:
         return self._scopes.get(scope, {}).get(document_id)
 
     def page(self, scope: Scope, after: str | None, limit: int) -> tuple[list[DocumentRecord], bool]:
-        """Return up to `limit` records of a scope, oldest first, and whether more follow.
+        """Return up to `limit` live records of a scope, oldest first, and whether more follow.
 
         Args:
             scope: scope of the documents.
@@ -87,37 +96,33 @@ class DocumentRecords:
         Raises:
             KeyError: no document has the id `after`.
         """
-        own = self._scopes.get(scope, {})
-        if after is not None and after not in own:
-            raise KeyError(after)
-        left = iter(own.values())
+        records = self._scopes.get(scope, {})
+        left = iter(records.values())
         if after is not None:
-            next(record for record in left if record.id == after)
-        found = list(islice(left, limit + 1))
-        return found[:limit], len(found) > limit
+            first = records[after]
+            next(record for record in left if record is first)
+        page = list(islice((record for record in left if record.is_live), limit + 1))
+        return page[:limit], len(page) > limit
 
-    def put(self, records: Sequence[DocumentRecord]) -> list[DocumentRecord]:
+    def put(self, records: Sequence[DocumentRecord]) -> None:
         """Add records as a whole. A new record replaces the record of the same id and becomes the youngest.
 
         Args:
             records: records with distinct ids in each scope.
 
-        Returns:
-            The records as they are kept.
-
         Raises:
             RecordsError: the file did not take the records; none is added.
         """
-        kept = [self._shared(record) for record in records]
+        for record in records:
+            self._share(record)
         if self._file is not None:
-            self._file.put(kept)
-        for record in kept:
+            self._file.put(records)
+        for record in records:
             self._drop(record)
             self._keep(record)
-        return kept
 
-    def change(self, record: DocumentRecord, **fields: Any) -> DocumentRecord:
-        """Return a record with new values of some fields, kept in the place of the former.
+    def change(self, record: DocumentRecord, **fields: Any) -> None:
+        """Set fields of a kept record.
 
         Args:
             record: a kept record.
@@ -129,11 +134,10 @@ class DocumentRecords:
         """
         if self.get(record.scope, record.id) is not record:
             raise KeyError(record.id)
-        changed = replace(record, **fields)
         if self._file is not None:
             self._file.update(record, fields)
-        self._scopes[record.scope][record.id] = changed
-        return changed
+        for name, value in fields.items():
+            setattr(record, name, value)
 
     def remove(self, records: Iterable[DocumentRecord]) -> None:
         """Remove records as a whole, or on a full disk in portions. Records that are no longer kept are skipped.
@@ -148,6 +152,22 @@ class DocumentRecords:
             for record in removed:
                 self._drop(record)
 
+    def settle(self, record: DocumentRecord, left: Sequence[str] = ()) -> None:
+        """Note that the K/V of a removed record is forgotten.
+
+        Args:
+            record: the record; nothing happens if it is not owed.
+            left: places that still hold the K/V.
+        """
+        if record not in self.owed:
+            return
+        if left:
+            self.owed[record] = left
+        else:
+            del self.owed[record]
+        if self._file is not None:
+            self._file.settle(record, left)
+
     def owned(self, owners: Set[str | None]) -> list[DocumentRecord]:
         """Return the records of owners."""
         return [record for record in self if record.scope.owner in owners]
@@ -160,24 +180,24 @@ class DocumentRecords:
         """
         return [record for record in self if record.expires is not None and record.expires <= now]
 
-    def _shared(self, record: DocumentRecord) -> DocumentRecord:
-        """Return the record with compact token ids; records of equal prefixes share one."""
+    def _share(self, record: DocumentRecord) -> None:
+        """Make the token ids of a record compact, and its prefix one object with all equal prefixes."""
         digest = hashlib.blake2b(record.prefix.encode(), digest_size=16).digest()
         prefix = self._prefixes.get(digest)
         if prefix is None:
-            given = record.prefix
-            prefix = self._prefixes[digest] = replace(given, content=_compact(given.content))
-        return replace(record, prefix=prefix, document=_compact(record.document))
+            prefix = self._prefixes[digest] = replace(record.prefix, content=_compact(record.prefix.content))
+        record.prefix, record.document = prefix, _compact(record.document)
 
     def _keep(self, record: DocumentRecord) -> None:
         self._scopes.setdefault(record.scope, {})[record.id] = record
         self._owners[record.scope.owner] += 1
 
     def _drop(self, record: DocumentRecord) -> None:
-        own = self._scopes.get(record.scope, {})
-        if own.pop(record.id, None) is not None:
+        records = self._scopes.get(record.scope, {})
+        if (former := records.pop(record.id, None)) is not None:
             self._owners[record.scope.owner] -= 1
-        if not own:
+            self.owed[former] = ()
+        if not records:
             self._scopes.pop(record.scope, None)
         if not self._owners[record.scope.owner]:
             del self._owners[record.scope.owner]

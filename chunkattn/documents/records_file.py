@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 _APPLICATION_ID = 0x63_61_64_73
 """Number that SQLite keeps in the header of the file and tells a file of records from other databases."""
-_VERSION = 1
+_VERSION = 2
+"""Version of the tables. Version 1 has no table `owed`."""
 _RESERVE_BYTES = 512 << 10
 """Bytes kept for deletions on a full disk. A deletion writes the changed pages, about 20 of 4 KiB for a document."""
 _COLUMNS = "scope, id, prefix, document, created, expires, pinned, tokens, prefix_tokens, num_bytes"
@@ -40,6 +41,18 @@ CREATE TABLE documents (
 );
 CREATE INDEX documents_by_prefix ON documents (prefix);
 """
+_OWED = """
+CREATE TABLE owed (
+    scope BLOB NOT NULL,
+    id TEXT NOT NULL,
+    prefix BLOB NOT NULL,
+    document BLOB NOT NULL,
+    created REAL NOT NULL,
+    places BLOB NOT NULL,
+    PRIMARY KEY (scope, id, created)
+)
+"""
+"""Table of deleted documents whose K/V is not forgotten yet."""
 
 
 class RecordsFile:
@@ -78,19 +91,35 @@ class RecordsFile:
         Raises:
             ConfigError: a row cannot be read.
         """
-        try:
-            prefixes = dict(self.rows.execute("SELECT number, content FROM prefixes"))
-            for scope, name, prefix, document, created, expires, pinned, *sizes in self.rows.execute(
+        with self._reading() as rows:
+            prefixes = dict(rows.execute("SELECT number, content FROM prefixes"))
+            for scope, name, prefix, document, created, expires, pinned, *sizes in rows.execute(
                 f"SELECT {_COLUMNS} FROM documents ORDER BY number"
             ):
-                places = Scope(*decode(scope)), name, Prefix(*decode(prefixes[prefix])), decode(document)
-                yield DocumentRecord(*places, created, expires, bool(pinned), *sizes)
+                parts = Scope(*decode(scope)), name, Prefix(*decode(prefixes[prefix])), decode(document)
+                yield DocumentRecord(*parts, created, expires, bool(pinned), *sizes)
+
+    def read_owed(self) -> Iterator[tuple[DocumentRecord, list[str]]]:
+        """Yield the deleted documents whose K/V is not forgotten, with the places that hold it.
+
+        Raises:
+            ConfigError: a row cannot be read.
+        """
+        with self._reading() as rows:
+            for scope, name, prefix, document, created, places in rows.execute("SELECT * FROM owed"):
+                record = DocumentRecord(Scope(*decode(scope)), name, Prefix(*decode(prefix)), decode(document), created)
+                yield record, decode(places)
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        try:
+            yield self.rows
         except (sqlite3.Error, ValueError, TypeError, LookupError) as error:
             text = f"document store {self.path} is damaged: {error}; restore a copy, or name another file"
             raise ConfigError(text) from None
 
     def put(self, records: Sequence[DocumentRecord]) -> None:
-        """Insert the rows of records as a whole, each in place of the row of the same id.
+        """Insert the rows of records as a whole, each in place of the row of the same id, which is owed.
 
         Raises:
             RecordsError: the file did not take the records.
@@ -106,10 +135,23 @@ class RecordsFile:
         Raises:
             RecordsError: the file did not take the change.
         """
-        named = ", ".join(f"{name} = ?" for name in fields)
+        columns = ", ".join(f"{name} = ?" for name in fields)
         with self._change() as rows:
             values = (*fields.values(), encode(record.scope), record.id)
-            rows.execute(f"UPDATE documents SET {named} WHERE scope = ? AND id = ?", values)
+            rows.execute(f"UPDATE documents SET {columns} WHERE scope = ? AND id = ?", values)
+
+    def settle(self, record: DocumentRecord, left: Sequence[str]) -> None:
+        """Write the places that still hold the K/V of a deleted document; without any, delete its row.
+
+        A change that the file does not take is logged: the K/V is then forgotten again after the next start.
+        """
+        set_places = "UPDATE owed SET places = ?" if left else "DELETE FROM owed"
+        values = (*([encode(left)] if left else []), encode(record.scope), record.id, record.created)
+        try:
+            with self._transaction() as rows:
+                rows.execute(f"{set_places} WHERE scope = ? AND id = ? AND created = ?", values)
+        except (sqlite3.Error, RecordsError) as error:
+            logger.warning("%s", self._not_taken(error))
 
     @contextmanager
     def _change(self, *, grows: bool = False) -> Iterator[sqlite3.Connection]:
@@ -142,7 +184,7 @@ class RecordsFile:
             try:
                 try:
                     self._delete_rows(portion)
-                except sqlite3.Error as error:
+                except (sqlite3.Error, OSError) as error:
                     if not _is_full(error):
                         raise
                     with self._reserve.lent():
@@ -156,22 +198,23 @@ class RecordsFile:
                 is_begun = True
                 yield portion
 
-    def _delete_rows(self, records: Sequence[DocumentRecord], *, on_full_disk: bool = False) -> None:
+    def _delete_rows(self, records: Sequence[DocumentRecord], *, on_full_disk: bool = False, is_owed: bool = True) -> None:
         """Delete the rows of records in one transaction.
 
         Args:
             records: records to delete.
+            is_owed: whether the file keeps the documents as owed.
             on_full_disk: whether to write as little as possible, and to give the space of the log back.
         """
         if not on_full_disk:
-            with self._transaction() as rows:
+            with self._transaction(grows=is_owed) as rows:
                 for record in records:
-                    _delete(rows, record)
+                    _delete(rows, record, is_owed=is_owed)
             return
         ((overwrites,),) = self.rows.execute("PRAGMA secure_delete").fetchall()
         self.rows.execute("PRAGMA secure_delete = OFF").fetchall()  # zeros over a document need as much space as the document
         try:
-            self._delete_rows(records)
+            self._delete_rows(records, is_owed=False)
         finally:
             self.rows.execute(f"PRAGMA secure_delete = {overwrites}").fetchall()
         with suppress(sqlite3.Error):
@@ -214,9 +257,11 @@ class RecordsFile:
         return RecordsError(f"document store {self.path} did not take the change: {error}; {outcome}")
 
 
-def _is_full(error: sqlite3.Error) -> bool:
+def _is_full(error: sqlite3.Error | OSError) -> bool:
     """Return whether a change failed because a disk, a quota or a file size limit is exhausted."""
-    return getattr(error, "sqlite_errorname", "") in ("SQLITE_FULL", "SQLITE_IOERR_WRITE")
+    if isinstance(error, sqlite3.Error):
+        return getattr(error, "sqlite_errorname", "") in ("SQLITE_FULL", "SQLITE_IOERR_WRITE")
+    return not isinstance(error, RecordsError)
 
 
 def _insert(rows: sqlite3.Connection, record: DocumentRecord) -> None:
@@ -232,9 +277,15 @@ def _insert(rows: sqlite3.Connection, record: DocumentRecord) -> None:
     rows.execute(f"INSERT INTO documents ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
 
-def _delete(rows: sqlite3.Connection, record: DocumentRecord) -> None:
-    """Delete the row of an id, and its prefix if no other row has it."""
+def _delete(rows: sqlite3.Connection, record: DocumentRecord, *, is_owed: bool = True) -> None:
+    """Delete the row of an id, and its prefix if no other row has it; keep the document as owed."""
     key = encode(record.scope), record.id
+    if is_owed:
+        rows.execute(
+            "INSERT OR REPLACE INTO owed SELECT scope, id, content, document, created, ? FROM documents "
+            "JOIN prefixes ON prefixes.number = prefix WHERE scope = ? AND id = ?",
+            (encode([]), *key),
+        )
     for (prefix,) in list(rows.execute("SELECT prefix FROM documents WHERE scope = ? AND id = ?", key)):
         rows.execute("DELETE FROM documents WHERE scope = ? AND id = ?", key)
         unused = "number = ? AND NOT EXISTS (SELECT 1 FROM documents WHERE prefix = ?)"
@@ -263,21 +314,23 @@ def _open(path: Path) -> sqlite3.Connection:
         is_new = not (application or version or tables)
         if not is_new and application != _APPLICATION_ID:
             raise ConfigError(f"{name} is a database of another program; name another file")
-        if not is_new and version != _VERSION:
+        if version > _VERSION:
             raise ConfigError(f"{name} has version {version}, and this program reads version {_VERSION}; name another file")
         if is_new:
             for statement in _SCHEMA.split(";"):
                 file.execute(statement)
             file.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+        if version < _VERSION:
+            file.execute(_OWED)
             file.execute(f"PRAGMA user_version = {_VERSION}")
         file.execute("COMMIT")
         file.execute("PRAGMA journal_mode = WAL")
         file.execute("PRAGMA synchronous = NORMAL")
         file.execute("BEGIN IMMEDIATE")  # holds the lock of the log from now on
         file.execute("COMMIT")
-        ((found,), *_) = file.execute("PRAGMA quick_check").fetchall()
-        if found != "ok":
-            raise ConfigError(f"{name} is damaged: {found}; restore a copy, or name another file")
+        ((outcome,), *_) = file.execute("PRAGMA quick_check").fetchall()
+        if outcome != "ok":
+            raise ConfigError(f"{name} is damaged: {outcome}; restore a copy, or name another file")
     except sqlite3.Error as error:
         file.close()
         raise _explain(name, error) from None

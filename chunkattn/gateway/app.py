@@ -13,13 +13,13 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from chunkattn.documents.records import DocumentRecords
-from chunkattn.gateway.document_places import DOCUMENTS, FORGET, ask
+from chunkattn.documents.routes import DOCUMENTS, FORGET
 from chunkattn.gateway.documents import GatewayDocuments
-from chunkattn.gateway.forget import forget
 from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.relay import Relay
+from chunkattn.gateway.replica_keeper import answer_of
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure
@@ -79,13 +79,11 @@ class Gateway:
             replicas,
             self.policy,
             DocumentRecords(options.document_store) if records is None else records,
-            config,
-            keys=self.state.keys if config.api_key_file is not None else None,
-            patience_s=options.replica_wait_s,
-            bodies=self.state.bodies,
+            self.state,
+            options.replica_wait_s,
         )
         self.watch = Watch(replicas, self.policy, options, replicas.drop)
-        self.documents.places.is_ready = lambda name: name in self.watch.states and self.watch.states[name].is_ready
+        self.documents.keeper.takes = lambda name: name in self.watch.states and self.watch.states[name].is_ready
         self._replica_metrics = ReplicaMetrics(replicas, options.report_timeout_s)
         self._measure = TextMeasure(self._count_tokens)
         self._measuring: asyncio.Task[None] | None = None
@@ -143,15 +141,11 @@ class Gateway:
             raise ApiError(503, "the gateway is draining; try another one", code="server_draining")
         elif path == REPORT_PATH or path.startswith(f"{METRICS_PATH}/"):
             raise ApiError(404, f"the gateway has no route {path}", code="not_found")
-        elif path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/"):
-            if not self._stores_documents:
-                text = "several gateways store no documents by id; send their texts, or run one gateway"
-                raise ApiError(400, text, code="unsupported_parameter")
-            await self.documents.app(scope, receive, send)
-        elif path == FORGET and method == "POST":
-            patience_s = self.options.replica_wait_s
-            response = await forget(scope, receive, self.replicas, self.policy, self.state, patience_s=patience_s)
-            await response(scope, receive, send)
+        elif (is_stored := path == DOCUMENTS or path.startswith(f"{DOCUMENTS}/")) and not self._stores_documents:
+            text = "several gateways store no documents by id; send their texts, or run one gateway"
+            raise ApiError(400, text, code="unsupported_parameter")
+        elif is_stored or (path == FORGET and method == "POST"):
+            await self.documents.app({**scope}, receive, send)  # a copy: the routes have one label in the metrics
         else:
             await self._relay(scope, receive, send)
 
@@ -192,7 +186,9 @@ class Gateway:
         key = self.options.replica_key
         headers = [(b"content-type", b"application/json")] + [(b"authorization", f"Bearer {key}".encode())] * (key is not None)
         body = msgspec.json.encode({"prompt": text, "add_special_tokens": False})
-        answer = await ask(self.replicas, ready[0], Outgoing("POST", "/tokenize", headers=headers, body=body), _TOKENIZE_S)
+        answer = await answer_of(
+            self.replicas, ready[0], Outgoing("POST", "/tokenize", headers=headers, body=body), _TOKENIZE_S
+        )
         count = answer.body.get("count") if answer.status == 200 and isinstance(answer.body, dict) else None
         return count if isinstance(count, int) else None
 

@@ -10,12 +10,11 @@ from chunkattn.documents.records import DocumentRecord
 from chunkattn.schema.parts import Route, route_of, stored_id
 from chunkattn.web.errors import ApiError
 
-_MAX_ID_CHARS = 128
 _BYTES_PER_ID = 6
 """Bytes of a token id in JSON, about."""
 
-Find = Callable[[str], DocumentRecord | None]
-"""Function that returns the record of an id, or None."""
+Find = Callable[[str, str], DocumentRecord]
+"""Function that returns the record of an id at a place in the body, or raises `ApiError`."""
 
 
 def salt_of(path: str, body: Mapping[str, Any]) -> str | None:
@@ -36,10 +35,13 @@ def bytes_of_ids(path: str, body: Mapping[str, Any], find: Find) -> int:
         path: path of the request.
         body: decoded JSON body.
         find: returns the record of an id.
+
+    Raises:
+        ApiError: 404, no document has an id.
     """
-    _, ids = _ids_of(path, body)
-    records = ((find(name), count) for name, count in Counter(ids.values()).items())
-    return sum(count * _num_bytes(record) for record, count in records if record is not None)
+    route, ids = _ids_of(path, body)
+    places = {name: _place(route, number) for number, name in reversed(ids.items())}
+    return sum(count * _num_bytes(find(name, places[name])) for name, count in Counter(ids.values()).items())
 
 
 def _num_bytes(record: DocumentRecord) -> int:
@@ -64,14 +66,8 @@ def with_texts(path: str, body: Mapping[str, Any], find: Find) -> Mapping[str, A
         return body
     documents = [*route.documents(body)]
     for number, name in ids.items():
-        place = f"{'.'.join(route.place)}.{number}"
-        if (record := find(name)) is None:
-            text = (
-                f"{place} names the document {name[:_MAX_ID_CHARS]!r}, which is not stored under this salt: it was never "
-                "added, was deleted or has expired; add it by POST /v1/cache/documents, or send its text"
-            )
-            raise ApiError(404, text, param="documents", code="document_not_found")
-        documents[number] = _content(record, place, route, body)
+        place = _place(route, number)
+        documents[number] = _content(find(name, place), place, route, body)
     return route.with_documents(body, documents)
 
 
@@ -82,6 +78,10 @@ def _ids_of(path: str, body: Mapping[str, Any]) -> tuple[Route | None, dict[int,
         return route, {}
     ids = {number: name for number, document in enumerate(route.documents(body)) if (name := stored_id(document)) is not None}
     return route, ids
+
+
+def _place(route: Route | None, number: int) -> str:
+    return ".".join([*(route.place if route else ()), str(number)])
 
 
 def _rank_fields(body: Mapping[str, Any]) -> list[Any]:

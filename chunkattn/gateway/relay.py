@@ -13,6 +13,7 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from chunkattn.gateway.documents import GatewayDocuments
+from chunkattn.gateway.headers import outgoing_headers, relayed_start
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import Policy
@@ -28,20 +29,12 @@ from chunkattn.web.content_codings import codings_of
 from chunkattn.web.errors import ApiError, too_large
 from chunkattn.web.http_state import HttpState
 from chunkattn.web.keys import Caller
-from chunkattn.web.middleware import REPLICA_HEADER
 from chunkattn.web.time_limit import ClientLeftError, TimeLimitError, time_limit
 
-_REPLICA = REPLICA_HEADER.encode()
-_ONE_HOP = frozenset(b"connection keep-alive proxy-connection transfer-encoding te trailer upgrade expect".split())
-_OWN = frozenset(b"host content-length date server".split())
-"""Headers that each end writes itself."""
 _ELSEWHERE = {503: None, 429: "queue_full"}
 """Statuses after which another replica is tried, with the code that the error must have; None for any."""
-_BODILESS = (204, 304)
-"""Statuses without a body. The length that a 304 may tell is that of another answer, which uvicorn would wait for."""
 _MOST_REFUSAL = 1 << 16
 """Bytes of a refusal that is kept until another replica answers; longer ones are relayed."""
-_CORS = b"access-control-"
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -299,7 +292,7 @@ class Relay:
                         if record is not None:
                             record.route["first_byte_s"] = time.perf_counter() - began
                         if elsewhere.get(message["status"]):
-                            kept: list[Message] = [_headed(message, name, self._relays_cors)]
+                            kept: list[Message] = [relayed_start(message, name, self._relays_cors)]
                             size = 0
                             async for part in messages:
                                 kept.append(dict(part))
@@ -311,7 +304,7 @@ class Relay:
                                 await send(held)
                                 _note(progress, held)
                             continue
-                        message = _headed(message, name, self._relays_cors)
+                        message = relayed_start(message, name, self._relays_cors)
                         computed = message["status"] < 400
                     await send(message)  # type: ignore[arg-type]
                     _note(progress, message)
@@ -329,35 +322,6 @@ def _waiting() -> Iterator[None]:
     finally:
         if (record := RECORD.get()) is not None:
             record.route["wait_s"] = record.route.get("wait_s", 0.0) + time.perf_counter() - began
-
-
-def outgoing_headers(scope: Scope) -> list[tuple[bytes, bytes]]:
-    """Return the headers of the request to a replica: the client's, its address, and the id and the span of the request."""
-    traced = scope.get("state", {}).get("trace_headers", ())  # without a span of its own, the client's go on
-    replaced = (b"x-request-id", b"x-forwarded-for", b"x-forwarded-proto", _REPLICA, *(name for name, _ in traced))
-    dropped = _ONE_HOP | _OWN | _named_by_connection(scope["headers"])
-    listed = [(name, value) for name, value in scope["headers"] if name not in dropped and name not in replaced]
-    if (request_id := scope.get("state", {}).get("request_id")) is not None:
-        listed.append((b"x-request-id", request_id.encode()))
-    listed += traced
-    if client := scope.get("client"):
-        listed += [(b"x-forwarded-for", client[0].encode()), (b"x-forwarded-proto", scope.get("scheme", "http").encode())]
-    return listed
-
-
-def _named_by_connection(headers: Any) -> set[bytes]:
-    """Return the headers that the Connection header declares to be of one hop."""
-    return {part.strip().lower() for name, value in headers if name == b"connection" for part in value.split(b",")}
-
-
-def _headed(message: Any, name: str, relays_cors: bool) -> dict[str, Any]:
-    """Return the start of an answer with the headers to relay, and the replica's name."""
-    headers = [(key.lower(), value) for key, value in message["headers"]]
-    dropped = _ONE_HOP | _named_by_connection(headers) | _OWN
-    if message["status"] not in _BODILESS:
-        dropped -= {b"content-length"}
-    listed = [(key, value) for key, value in headers if key not in dropped and (relays_cors or not key.startswith(_CORS))]
-    return {**message, "headers": [*listed, (_REPLICA, name.encode("latin-1", "replace"))]}
 
 
 def _note(progress: _Answering, message: Any) -> None:

@@ -31,7 +31,7 @@ def route(urls: Sequence[str], options: GatewayOptions, config: ServerConfig) ->
 
 async def _route(replicas: HttpReplicas, options: GatewayOptions, config: ServerConfig, listening: socket.socket) -> None:
     gateway = Gateway(replicas, options, config)
-    async with prepared(gateway.app, gateway.state, listening, gateway.documents.delete_owned) as listener:
+    async with prepared(gateway.app, gateway.state, listening, gateway.documents.registry.delete_owned) as listener:
         await gateway.open()
         try:
             print(f"chunkattn route is ready at {url_of(listening)} in front of {len(replicas.names())} replicas", flush=True)

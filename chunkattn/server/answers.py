@@ -61,7 +61,7 @@ class Answer(ABC):
     def __init__(self, body: CompletionBody | ChatBody, state: ServerState, caller: Caller) -> None:
         self.options, self.state, self.caller, self.texts = body, state, caller, state.texts
         self.salt, self.focus = caller.salt(body.cache_salt), focus_of(body.focus)
-        self.stored = state.documents.named(body.named(), self.salt, field=self.field)
+        self.stored = state.named_documents(body.named(), caller, body.cache_salt, field=self.field)
         self.contents = {number: document.chunk for number, document in self.stored.items()}
         self._moved: list[int] | None = None
         self.id, self.created = new_id(self.kind), int(time.time())

@@ -9,10 +9,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
 import chunkattn
+from chunkattn.documents.routes import documents_router
 from chunkattn.errors import ConfigError
-from chunkattn.server.routes import decisions, documents, generation, page, reports, scoring, status, systemone, tokens
+from chunkattn.server.routes import decisions, generation, page, reports, scoring, status, systemone, tokens
 from chunkattn.server.state import ServerState
 from chunkattn.web import errors
+from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.cors import cors_options
 from chunkattn.web.middleware import METRICS_PATH, Gate, HeadAsGet
 from chunkattn.web.options import ServerConfig
@@ -84,8 +86,10 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         responses=errors.error_responses(401, 403, 413, 500),
     )
     app.state.server, app.state.bodies = state, state.bodies
-    _ = state.documents  # opens the document store
-    routers = [module.router for module in (generation, scoring, decisions, systemone, documents, tokens, status, page)]
+    app.state.documents = state.documents  # opens the document store
+    documents = documents_router(JsonRoute)
+    routers = [generation.router, scoring.router, decisions.router, systemone.router, documents]
+    routers += [module.router for module in (tokens, status, page)]
     routers += [reports.router] if state.config.report_documents else []
     errors.install(app, RouteTable(routers).refusal)
     app.add_middleware(HeadAsGet)
@@ -94,8 +98,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
         app.add_middleware(CORSMiddleware, **cors)
     work = errors.error_responses(400, 404, 429, 503, 504)
     app.include_router(generation.router, responses=_STREAM | work)
-    for module in (scoring, decisions, systemone, documents):
-        app.include_router(module.router, responses=work)
+    for router in (scoring.router, decisions.router, systemone.router, documents):
+        app.include_router(router, responses=work)
     app.include_router(tokens.router, responses=errors.error_responses(400, 404, 503))
     if state.config.report_documents:
         app.include_router(reports.router, responses=errors.error_responses(400))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chunkattn.calls.precompute import PrecomputeJob
+from chunkattn.documents.records import DocumentRecord, DocumentRecords
 from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
 from chunkattn.server.stored_document import Content, as_ids
 
@@ -26,40 +27,47 @@ _LOOKUP_BATCH = 100
 
 
 class Contents:
-    """Contents of stored documents, with the number of their users. The engine forgets a content with its last user.
+    """Contents of stored documents, with the number of their users. The engine forgets an owed content with its last user.
 
     Args:
         llm: engine that computes and caches the K/V.
+        records: records of the documents, which are settled when their contents are forgotten.
     """
 
-    def __init__(self, llm: AsyncLLM) -> None:
-        self.llm = llm
-        self._wanted: Counter[Content] = Counter()  # users per content: stored documents and calls in flight
-        self._owed: set[Content] = set()  # contents to forget when their last user leaves
+    def __init__(self, llm: AsyncLLM, records: DocumentRecords) -> None:
+        self.llm, self._records = llm, records
+        self._users: Counter[Content] = Counter()  # stored documents and calls in flight
+        self._owed: dict[Content, list[DocumentRecord]] = {}  # contents to forget when their last user leaves
         self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __contains__(self, content: Content) -> bool:
-        return content in self._wanted
+        return content in self._users
 
     def use(self, contents: Iterable[Content]) -> None:
         """Add one user to each content."""
-        self._wanted.update(contents)
+        self._users.update(contents)
 
     def keep(self, content: Content) -> None:
         """Cancel the pending forget of a content."""
-        self._owed.discard(content)
+        for record in self._owed.pop(content, ()):
+            self._records.settle(record)
 
-    def forget_unused(self, contents: Iterable[Content]) -> None:
-        """Have the engine forget contents when their last user leaves; see `let_go`."""
-        self._owed.update(contents)
+    def owe(self, content: Content, record: DocumentRecord | None = None) -> None:
+        """Have the engine forget a content when its last user leaves; see `let_go`.
+
+        Args:
+            content: the content.
+            record: removed document of the content.
+        """
+        self._owed.setdefault(content, []).extend([record] if record is not None else [])
 
     def let_go(self, content: Content) -> asyncio.Task[None] | None:
         """Remove one user of a content. Return the started forget if one was pending and the user was the last."""
-        self._wanted[content] -= 1
-        if self._wanted[content]:
+        self._users[content] -= 1
+        if self._users[content]:
             return None
-        del self._wanted[content]
+        del self._users[content]
         if content not in self._owed:
             return None
         task = asyncio.ensure_future(self._forget(content))
@@ -69,20 +77,25 @@ class Contents:
 
     async def _forget(self, content: Content) -> None:
         """Have the engine forget a content, unless it has a new user. Without an engine, retry until there is one."""
-        while content in self._owed and content not in self._wanted:
+        while content in self._owed and content not in self._users:
             try:
                 async with self._turn:
                     requests = await self.llm.threads.run(self._requests, content)
-                    if content in self._wanted or content not in self._owed:
+                    if content in self._users or content not in self._owed:
                         return
                     # No await between this check and the sending, so a later request reaches the engine later.
-                    self._owed.discard(content)
-                    await self.llm.client.look_up(requests, forget=True)
+                    settled = self._owed.pop(content)
+                    try:
+                        await self.llm.client.look_up(requests, forget=True)
+                    except BaseException:
+                        self._owed.setdefault(content, []).extend(settled)
+                        raise
+                    for record in settled:
+                        self._records.settle(record)
             except RequestError as error:
                 logger.warning("a document cannot be forgotten: %s", error)
-                self._owed.discard(content)
+                self.keep(content)
             except ChunkAttnError:  # the engine is not running
-                self._owed.add(content)
                 await asyncio.sleep(_FORGET_RETRY_S)
 
     def _requests(self, content: Content) -> list[PrecomputeRequest]:
@@ -102,7 +115,7 @@ class Contents:
 
     async def cached(self, contents: Sequence[Content]) -> list[bool]:
         """Return for each content whether all of its K/V is in memory now."""
-        found: dict[Content, bool] = {}
+        cached: dict[Content, bool] = {}
         groups: dict[tuple[str | None, bytes], list[Content]] = {}
         for content in dict.fromkeys(contents):
             groups.setdefault(content[:2], []).append(content)
@@ -110,7 +123,7 @@ class Contents:
         for (salt, prefix), group in parts:
             try:
                 report = await self.llm.lookup(as_ids(prefix), [as_ids(chunk) for _, _, chunk in group], cache_salt=salt)
-                found |= {own: cached.was_cached for own, cached in zip(group, report.documents, strict=True)}
+                cached |= {content: one.was_cached for content, one in zip(group, report.documents, strict=True)}
             except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new engine may refuse the ids
-                found |= dict.fromkeys(group, False)
-        return [found[content] for content in contents]
+                cached |= dict.fromkeys(group, False)
+        return [cached[content] for content in contents]

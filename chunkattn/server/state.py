@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 
-from chunkattn.documents.records import DocumentRecords
+from chunkattn.documents.records import DocumentRecords, Scope
+from chunkattn.documents.registry import Registry
 from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
 from chunkattn.request_record import RECORD
+from chunkattn.schema.base import Body
+from chunkattn.schema.documents import CacheBody, ForgetBody
 from chunkattn.schema.piece_keys import keys_of
 from chunkattn.server.cache_report import CacheReports
-from chunkattn.server.document_store import Documents
 from chunkattn.server.engine_gauges import EngineGauges
+from chunkattn.server.engine_keeper import EngineKeeper
+from chunkattn.server.stored_document import StoredDocument
 from chunkattn.server.texts import TokenTexts
 from chunkattn.web.errors import ApiError
 from chunkattn.web.http_state import HttpState
@@ -52,10 +57,27 @@ class ServerState(HttpState):
         self.llm, self.started, self.engine_gauges = llm, int(time.time()), EngineGauges()
 
     @cached_property
-    def documents(self) -> Documents:
+    def keeper(self) -> EngineKeeper:
+        """Return the keeper of the stored documents' K/V."""
+        return EngineKeeper(self.llm, self.config, DocumentRecords(self.config.document_store), self.check_stored)
+
+    @cached_property
+    def documents(self) -> Registry:
         """Return the registry of stored documents."""
-        path = self.config.document_store
-        return Documents(self.llm, self.config, None if path is None else DocumentRecords(path), self.keys)
+        return Registry(self.keeper.records, self.keeper, self.config, self.keys)
+
+    def named_documents(
+        self, names: Mapping[int, str], caller: Caller, cache_salt: str | None, *, field: str = "documents"
+    ) -> dict[int, StoredDocument]:
+        """Return the documents that a request names by id; see `EngineKeeper.named`.
+
+        Args:
+            names: ids by the place of the document in the request.
+            caller: client of the request.
+            cache_salt: salt that it gives.
+            field: place of the documents in the request's body, for error texts.
+        """
+        return self.keeper.named(self.documents, names, Scope(caller.salt(None), caller.salt(cache_salt)), field)
 
     @cached_property
     def reports(self) -> CacheReports:
@@ -135,6 +157,24 @@ class ServerState(HttpState):
             allowed = f"priority must be between {-most} and {most}" if most else f"priority cannot be set (it is {default})"
             text = f"{allowed}, got {priority}; the server's option priority_range is {most}"
             raise ApiError(400, text, param="priority", code="invalid_value")
+
+    def check_stored(self, body: Body | None) -> None:
+        """Check a request to the routes of stored documents.
+
+        Args:
+            body: body of the request; None for a request without one.
+
+        Raises:
+            ApiError: as `check_model`, `check_ready` and `check_priority`.
+            RequestError: there are more than `max_items_per_request` documents.
+        """
+        if body is not None:
+            self.check_model(body.model)
+        self.check_ready()
+        if isinstance(body, (CacheBody, ForgetBody)):
+            self.llm.limits.check_count(len(body.documents), "documents", "documents")
+        if isinstance(body, CacheBody):
+            self.check_priority(body.priority, CacheBody.model_fields["priority"].default)
 
     def check_answer_values(self, values: int, less: str, param: str) -> None:
         """Check the size of an answer before any work.

@@ -16,15 +16,15 @@ from chunkattn.async_llm import AsyncLLM
 from chunkattn.calls import precompute
 from chunkattn.cli import cache, prompts
 from chunkattn.cli.common import app
+from chunkattn.documents.records import DocumentRecord, Prefix, Scope
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.engine.request import Request
 from chunkattn.errors import ChunkAttnError, RequestError
 from chunkattn.parsers import PromptParser, parser
 from chunkattn.parsers.arguments import check_ids
-from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.app import create_app
-from chunkattn.server.document_store import Documents
+from chunkattn.server.state import ServerState
 from chunkattn.web.errors import api_error
 from chunkattn.web.options import ServerConfig
 
@@ -343,12 +343,12 @@ def test_documents_of_a_request_are_laid_out_once(served, monkeypatch):
     monkeypatch.setattr(parser, "make_layout", lambda *_: pytest.fail("a prompt was laid out"))
 
     async def add():
-        documents = Documents(served, ServerConfig())
-        names, contents = documents._prepare("Read.", ["one", "two"], [None, None], None, {}, DOCUMENT_NAMES)
-        return [*documents.contents.job(contents).stages()], names
+        keeper = ServerState(served, ServerConfig()).keeper
+        contents = await keeper._parse([DocumentRecord(Scope(), name, Prefix("Read."), name) for name in ("one", "two")])
+        return [*keeper.contents.job(contents).stages()]
 
-    stages, names = asyncio.run(add())
-    assert (len(names), len(parsed), len(laid_out)) == (2, 1, 2)
+    stages = asyncio.run(add())
+    assert (len(parsed), len(laid_out)) == (1, 2)
     assert sum(map(len, stages)) == 2
 
 

@@ -3,20 +3,23 @@
 import asyncio
 import json
 import time
+from dataclasses import replace
 from hashlib import blake2b
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, Scope
-from chunkattn.fair_shares import FairShares
+from chunkattn.gateway import replica_keeper
 from chunkattn.gateway.document_ids import with_texts
-from chunkattn.gateway.document_places import remote_id
 from chunkattn.gateway.documents import GatewayDocuments
+from chunkattn.gateway.replica_keeper import remote_id
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError
 from chunkattn.server.app import create_app
 from chunkattn.web.errors import ApiError
-from chunkattn.web.keys import Caller, Keys, Shares
+from chunkattn.web.http_state import HttpState
+from chunkattn.web.middleware import Gate
 from chunkattn.web.options import ServerConfig
 
 pytest_plugins = ["tests.told_engine", "tests.small_disk"]
@@ -70,15 +73,15 @@ class Apps:
 
     def stored(self, name):
         """Documents of a replica, by their remote ids."""
-        return {d.id: d for d in self.apps[name].state.server.documents._stored.values()}
+        return {record.id: stored for record, stored in self.apps[name].state.server.keeper.documents.items()}
 
     def pinned(self):
         """Replicas of each pinned document, by its text."""
         found = {}
         for name in self.apps:
-            registry = self.apps[name].state.server.documents
+            keeper = self.apps[name].state.server.keeper
             for document in self.stored(name).values():
-                if name not in self.down and registry.pins.has(document):
+                if name not in self.down and keeper.has_pin(document):
                     found.setdefault(document.text, []).append(name)
         return found
 
@@ -92,11 +95,17 @@ class Cluster:
         **options: of `GatewayDocuments`.
     """
 
-    def __init__(self, llm, path=None, replicas=None, **options):
+    def __init__(self, llm, path=None, replicas=None, config=None, **options):
         self.replicas = replicas or Apps(llm, ["a", "b", "c"])
-        self.owners, self.path, self.options = Owners(self.replicas), path, options
-        self.records = DocumentRecords(path)
-        self.documents = GatewayDocuments(self.replicas, self.owners, self.records, **options)
+        self.owners, self.path, self.records = Owners(self.replicas), path, DocumentRecords(path)
+        config = config or ServerConfig()
+        if "file" in options:
+            config = replace(config, api_key_file=str(options.pop("file")))
+        state = HttpState(config, 8)
+        self.documents = GatewayDocuments(self.replicas, self.owners, self.records, state, **options)
+        self.keeper = self.documents.keeper
+        app = Gate(self.documents.app, state)
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
 
     async def __aenter__(self):
         await self.documents.open()
@@ -106,9 +115,10 @@ class Cluster:
         await self.documents.close()
 
     async def call(self, method, path=URL, body=None, auth=None, query=""):
-        headers = [] if auth is None else [(b"authorization", auth.encode())]
-        content = b"" if body is None else json.dumps(body).encode()
-        return await self.documents.answer(Outgoing(method, path, query.encode(), headers, content))
+        headers = {} if auth is None else {"Authorization": auth}
+        content = {} if body is None else {"json": body}
+        answer = await self.http.request(method, f"{path}?{query}", headers=headers, **content)
+        return SimpleNamespace(status=answer.status_code, body=answer.json())
 
     async def post(self, *documents, auth=None, **fields):
         answer = await self.call("POST", body={"prefix": "Read.", "documents": list(documents), **fields}, auth=auth)
@@ -120,7 +130,7 @@ class Cluster:
 
     def home(self, text):
         """Owner of a document after the prefix."""
-        return self.documents.places.owner(next(r for r in self.records if r.source == text))
+        return self.keeper.owner(next(r for r in self.records if r.source == text))
 
 
 async def until(condition):
@@ -184,8 +194,8 @@ def test_a_refusal_by_one_owner_stores_nothing(llm):
                 answer = await cluster.call("POST", body=body)
                 assert answer.status == 400, body
                 assert answer.body["error"]["message"]
-            malformed = await cluster.documents.answer(Outgoing("POST", URL, body=b"{"))
-            assert malformed.body["error"]["code"] == "invalid_json"
+            malformed = await cluster.http.post(URL, content=b"{", headers={"Content-Type": "application/json"})
+            assert malformed.json()["error"]["code"] == "invalid_json"
 
     asyncio.run(main())
 
@@ -270,7 +280,7 @@ def test_clients_of_other_keys_know_nothing_of_each_other(llm, tmp_path):
 
     async def main():
         await check(Cluster(llm))
-        keyed = Cluster(llm, keys=Keys(None, str(tmp_path / "keys")), config=ServerConfig(max_cached_documents_per_key=2))
+        keyed = Cluster(llm, file=tmp_path / "keys", config=ServerConfig(max_cached_documents_per_key=2))
         await check(keyed)
         assert (await keyed.call("GET", auth="Bearer eve")).status == 401
         await keyed.post("x", auth=ANA)
@@ -335,7 +345,7 @@ def test_pins_of_a_replica_that_is_down_are_elsewhere_until_it_returns(llm):
     async def main():
         async with Cluster(llm) as cluster:
             down = cluster.replicas.down
-            cluster.documents.places.is_ready = lambda name: name not in down
+            cluster.keeper.takes = lambda name: name not in down
             await cluster.post(*named(*TEXTS), pin=True)
             homes = cluster.replicas.pinned()
             lost = cluster.home(TEXTS[0])
@@ -350,7 +360,7 @@ def test_pins_of_a_replica_that_is_down_are_elsewhere_until_it_returns(llm):
 
 
 def test_a_replica_that_fails_is_tried_again(llm, monkeypatch):
-    monkeypatch.setattr("chunkattn.gateway.document_places._RETRY_S", (0.01,))
+    monkeypatch.setattr(replica_keeper, "_RETRY_S", (0.01,))
 
     async def main():
         async with Cluster(llm) as cluster:
@@ -377,11 +387,12 @@ def test_changes_reach_the_replica_and_lifetimes_end_everywhere(llm):
             assert (await cluster.call("PATCH", f"{URL}/note-0", {"pinned": True})).status == 200
             assert cluster.replicas.pinned() == {TEXTS[0]: [cluster.home(TEXTS[0])]}
             (document,) = (d for d in cluster.replicas.stored(cluster.home(TEXTS[0])).values() if d.text == TEXTS[0])
-            assert document.expires == pytest.approx(time.time() + 1000, abs=60)
+            assert document.record.expires == pytest.approx(time.time() + 1000, abs=60)
             changed = await cluster.call("PATCH", f"{URL}/note-0", {"pinned": False, "ttl_s": "never"})
             assert (changed.body["expires"], changed.body["pinned"]) == (None, False)
             assert cluster.replicas.pinned() == {}
-            assert document.expires is None or cluster.replicas.stored(cluster.home(TEXTS[0]))[document.id].expires is None
+            stored = cluster.replicas.stored(cluster.home(TEXTS[0]))[document.record.id]
+            assert stored.record.expires is None
             assert (await cluster.call("PATCH", f"{URL}/note-0", {"pinned": "yes"})).status == 400
             assert (await cluster.call("PATCH", f"{URL}/absent", {"pinned": True})).status == 404
             cluster.records.change(cluster.records.get(Scope(), "note-2"), pinned=True)
@@ -408,9 +419,6 @@ def test_a_new_gateway_has_every_document_and_pins_it_again(llm, tmp_path):
             after.documents.note(ANA)
             assert after.documents.resolve("/v1/chat/completions", body, ANA)["documents"] == [TEXTS[0]]
             await until(lambda: set(replicas.pinned()) == set(TEXTS))  # its key is known from its first request on
-        keyed = Cluster(llm, tmp_path / "documents", Apps(llm, ["a"]), authorization=b"Bearer gateway")
-        async with keyed:
-            await until(lambda: set(keyed.replicas.pinned()) == set(TEXTS))
 
     asyncio.run(main())
 
@@ -472,29 +480,6 @@ def test_a_new_text_under_an_id_replaces_the_former_everywhere(llm):
     asyncio.run(main())
 
 
-def test_the_application_answers_like_a_server(llm):
-    async def main():
-        async with Cluster(llm) as cluster:
-            caller = Caller(None, Shares(8, FairShares(1 << 20)))
-
-            async def app(scope, receive, send):
-                scope["state"] = {"caller": caller}
-                await cluster.documents.app(scope, receive, send)
-
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-                answer = await http.post(URL, json={"prefix": "Read.", "documents": named(*TEXTS)})
-                assert answer.status_code == 200
-                plain = await http.get(f"{URL}/note-1")
-                assert plain.json()["id"] == "note-1"
-                head = await http.head(f"{URL}/note-1")
-                assert (head.status_code, head.content) == (200, b"")
-                assert (await http.put(URL)).headers["Allow"] == "GET, HEAD, POST"
-                assert (await http.delete(f"{URL}/absent")).status_code == 404
-
-    asyncio.run(main())
-
-
 def test_text_of_a_record_is_found_once_for_each_place():
     record = DocumentRecord(Scope(), "a", Prefix("Read."), "text")
     body = {"documents": [{"id": "a"}, {"id": "a"}]}
@@ -508,11 +493,11 @@ def test_documents_of_keys_removed_while_the_gateway_was_away_are_deleted(llm, t
 
     async def main():
         options = {"path": tmp_path / "documents", "replicas": Apps(llm, ["a", "b", "c"])}
-        async with Cluster(llm, **options, keys=Keys(None, str(keys))) as cluster:
+        async with Cluster(llm, **options, file=keys) as cluster:
             await cluster.post({"id": "a", "text": TEXTS[0]}, auth=ANA)
             await cluster.post({"id": "b", "text": TEXTS[1]}, auth=BEN)
         keys.write_text("ana:ana\n")
-        async with Cluster(llm, **options, keys=Keys(None, str(keys))) as cluster:
+        async with Cluster(llm, **options, file=keys) as cluster:
             await until(lambda: len(cluster.records) == 1)
             assert await cluster.listed(auth=ANA) == ["a"]
 
@@ -525,9 +510,9 @@ def test_headers_without_documents_take_no_memory(llm):
             for number in range(20):
                 cluster.documents.resolve("/v1/completions", {"prompt": "a"}, f"Bearer {number}")
                 await cluster.call("POST", body={"documents": []}, auth=f"Bearer {number}")
-            assert len(cluster.documents._credentials._seen) == 0
+            assert len(cluster.keeper._headers) == 0
             await cluster.post({"id": "a", "text": TEXTS[0]}, auth=ANA)
-            assert len(cluster.documents._credentials._seen) == 1
+            assert len(cluster.keeper._headers) == 1
 
     asyncio.run(main())
 

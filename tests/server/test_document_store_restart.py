@@ -7,9 +7,11 @@ import time
 import httpx
 import pytest
 
+from chunkattn.documents.records import Scope
 from chunkattn.errors import ConfigError
 from chunkattn.parsers import PromptParser
 from chunkattn.server.app import create_app
+from chunkattn.server.stored_document import as_ids
 from chunkattn.web.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, wait_until
 
@@ -47,6 +49,15 @@ class Restarts:
         await self.app.state.server.documents.restore()
         return http
 
+    @property
+    def keeper(self):
+        """Keeper of the present server."""
+        return self.app.state.server.keeper
+
+    def stored(self, name):
+        """A document of the present server, as its engine sees it."""
+        return self.keeper.documents[self.app.state.server.documents.get(Scope(), name)]
+
 
 @pytest.fixture
 def restarts(llm, tmp_path):
@@ -78,18 +89,16 @@ def test_documents_of_every_form_survive(restarts):
             *await put(http, {"id": "late", "text": TEXT}, ttl_s=1000),
         ]
         await put(http, {"id": "text", "text": "of another tenant"}, cache_salt="tenant")
-        registry = restarts.app.state.server.documents
-        contents = {name: registry.get(name, None).content for name in (d["id"] for d in before)}
+        contents = {name: restarts.stored(name).content for name in (d["id"] for d in before)}
         told = len(restarts.llm.client._worker.told)
         http = await restarts.restored()
-        registry = restarts.app.state.server.documents
         assert set(restarts.llm.client._worker.told[told:]) <= {"look up"}, "nothing is computed"
         ours = [{k: v for k, v in d.items() if k not in ("was_cached", "cached")} for d in before]
         assert [{k: v for k, v in d.items() if k != "cached"} for d in await listed(http)] == ours
-        assert contents == {name: registry.get(name, None).content for name in contents}
-        assert registry.get("text", None).source == f"Bees\n{TEXT}"
+        assert contents == {name: restarts.stored(name).content for name in contents}
+        assert restarts.stored("text").source == f"Bees\n{TEXT}"
         assert [d["id"] for d in await listed(http, cache_salt="tenant")] == ["text"]
-        assert registry.get("late", None).timer is not None
+        assert [record.id for record in restarts.app.state.server.documents._timers] == ["late"]
 
     asyncio.run(main())
 
@@ -104,11 +113,11 @@ def test_ids_are_those_of_the_new_tokenizer(restarts, monkeypatch):
     async def main():
         http = await restarts.restored()
         await put(http, {"id": "a", "text": TEXT})
-        before = restarts.app.state.server.documents.get("a", None)
+        before = restarts.stored("a")
         monkeypatch.setattr(PromptParser, "parse_cache", other)
         await restarts.restored()
-        after = restarts.app.state.server.documents.get("a", None)
-        assert (after.prefix.tolist(), after.chunk.tolist()) == ([9, *before.prefix], [8, *before.chunk])
+        after = restarts.stored("a")
+        assert (as_ids(after.content[1]), after.chunk.tolist()) == ([9, *as_ids(before.content[1])], [8, *before.chunk])
 
     asyncio.run(main())
 
@@ -149,11 +158,10 @@ def test_expired_deleted_and_replaced_documents_never_come_back(restarts):
         await http.delete(f"{URL}/a")
         await http.patch(f"{URL}/b", json={"ttl_s": 50})
         await http.patch(f"{URL}/d", json={"ttl_s": 50})
-        b = restarts.app.state.server.documents.get("b", None)
-        restarts.app.state.server.documents.records.change(b.record, expires=time.time() - 1)
+        restarts.keeper.records.change(restarts.stored("b").record, expires=time.time() - 1)
         http = await restarts.restored()
         assert [d["id"] for d in await listed(http)] == ["d", "c"]
-        assert restarts.app.state.server.documents.get("c", None).source == "Another text."
+        assert restarts.stored("c").source == "Another text."
         assert (await http.get(f"{URL}/d")).json()["expires"] < time.time() + 50
 
     asyncio.run(main())
@@ -180,7 +188,7 @@ def test_nothing_is_missed_before_the_documents_are_restored(restarts):
         restarts.llm.client.state = "starting"
         for answer in [await call for call in calls]:
             assert answer.status_code == 503, answer.text
-        assert not documents._tasks
+        assert documents._restoring is None
         restarts.llm.client.state = "ready"
         first = await http.get(f"{URL}/a")
         assert (first.status_code, first.headers["Retry-After"]) == (503, "1")
@@ -201,16 +209,15 @@ def test_pinned_documents_are_pinned_again(restarts):
         engine = restarts.llm.client._worker
         engine.held = True
         http = await restarts.restored()
-        documents = restarts.app.state.server.documents
         while not engine.waiting:
             await asyncio.sleep(0)
         unpin = asyncio.create_task(http.patch(f"{URL}/c", json={"pinned": False}))
-        while documents.get("c", None).record.pinned:
+        while restarts.stored("c").record.pinned:
             await asyncio.sleep(0)
         engine.answer()
         assert (await unpin).status_code == 200
-        await documents._tasks["pin"]
-        assert [name for name in "abcd" if documents.pins.has(documents.get(name, None))] == ["a", "d"]
+        await restarts.keeper._pinning
+        assert [name for name in "abcd" if restarts.keeper.has_pin(restarts.stored(name))] == ["a", "d"]
 
     asyncio.run(main())
 

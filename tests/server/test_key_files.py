@@ -3,20 +3,21 @@
 import asyncio
 import os
 import threading
-from functools import partial
+from pathlib import Path
 
 import pytest
 from fastapi.testclient import TestClient
 
 from chunkattn.async_llm import AsyncLLM
+from chunkattn.documents.records import Scope
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.server.document_store import Documents
 from chunkattn.web import key_file, keys
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Keys
 from chunkattn.web.options import ServerConfig
 from chunkattn.web.paths import OPEN_PATHS
+from tests.documents.rig import add, registry_of
 
 pytest_plugins = ["tests.told_engine"]
 
@@ -151,57 +152,62 @@ def test_the_loop_runs_on_while_the_file_is_read(tmp_path):
     asyncio.run(main())
 
 
-def test_documents_of_a_removed_key_are_freed(llm):
-    documents = Documents(llm, ServerConfig(max_cached_documents_per_key=1))
+@pytest.fixture
+def owners(tmp_path):
+    """Key file of two names, their documents' owners, and a function that removes the first key."""
+    file = tmp_path / "keys"
+    file.write_text("ana:1\nben:2\n")
+    made = [Keys(None, str(file)).salt_of(name) for name in ("ana", "ben")]
+    return str(file), *made
+
+
+def test_documents_of_a_removed_key_are_freed(llm, owners):
+    file, ana, ben = owners
+    documents = registry_of(llm, api_key_file=file, max_cached_documents_per_key=1)
     told = llm.client._worker.told
-    how = {"cache_salt": "ana:1", "pin": True, "priority": 0, "options": {}, "timeout": 60, "owner": "ana:1"}
 
     async def main():
-        ((document, _),) = await documents.add("Read.", ["Oslo."], ["a"], ttl_s=600, **how)
-        ((other, _),) = await documents.add(
-            "Read.", ["Rome."], ["b"], ttl_s=600, **{**how, "cache_salt": "ben:2", "owner": "ben:2"}
-        )
-        timer = document.timer
-        assert documents.delete_owned({"ana:1"}) == 1
+        record = await add(documents, owner=ana, text="Oslo.", ttl_s=600, pin=True)
+        other = await add(documents, owner=ben, text="Rome.", ttl_s=600, pin=True)
+        timer = documents._timers[record]
+        assert documents.delete_owned({ana}) == 1
         assert timer.cancelled()
-        assert documents.page("ana:1", None, 9) == ([], False)
-        assert documents.page("ben:2", None, 9) == ([other], False)
-        assert not other.timer.cancelled()
+        assert documents.page(Scope(ana, ana), None, 9) == ([], False)
+        assert documents.page(Scope(ben, ben), None, 9) == ([other], False)
+        assert not documents._timers[other].cancelled()
         while "forget" not in told:
             await asyncio.sleep(0.001)
         assert told.count("unpin") == told.count("forget") == 1
-        assert documents.delete_owned({"ana:1"}) == 0
-        await documents.add("Read.", ["Oslo."], ["a"], ttl_s=None, **how)  # the quota is free again
+        assert documents.delete_owned({ana}) == 0
+        await add(documents, owner=ana, text="Oslo.", pin=True)  # the quota is free again
 
     asyncio.run(main())
 
 
-def test_documents_under_way_of_a_removed_key_are_not_stored(llm):
-    documents = Documents(llm, ServerConfig())
-    engine, valid = llm.client._worker, {"ana:1", "ben:2"}
+def test_documents_under_way_of_a_removed_key_are_not_stored(llm, owners):
+    file, ana, ben = owners
+    documents = registry_of(llm, api_key_file=file)
+    engine = llm.client._worker
     told, engine.held = engine.told, True
-    how = {"pin": True, "ttl_s": None, "priority": 0, "options": {}, "timeout": 60}
-
-    def add(owner):
-        allowed = partial(valid.__contains__, owner)
-        return documents.add("Read.", ["Oslo."], ["a"], cache_salt=owner, owner=owner, is_allowed=allowed, **how)
 
     async def main():
-        calls = [asyncio.create_task(add(owner)) for owner in sorted(valid)]
+        calls = [asyncio.create_task(add(documents, owner=owner, text="Oslo.", pin=True)) for owner in (ana, ben)]
         while told.count("compute") < 2:
             await asyncio.sleep(0.001)
-        valid.discard("ana:1")
-        documents.delete_owned({"ana:1"})
+        Path(file).write_text("ben:2\n")
+        documents._keys.reload()
+        documents.delete_owned({ana})
         engine.answer()
         gone, kept = await asyncio.gather(*calls, return_exceptions=True)
         assert isinstance(gone, ApiError)
         assert (gone.status, gone.code) == (401, "invalid_api_key")
-        assert kept[0][0].id == "a"
+        assert kept.id == "a"
         while "forget" not in told:
             await asyncio.sleep(0.001)
         assert told.count("unpin") == told.count("forget") == 1
-        assert documents.page("ana:1", None, 9) == ([], False)
-        assert not documents.contents._wanted or set(documents.contents._wanted) == {kept[0][0].content}
+        assert documents.page(Scope(ana, ana), None, 9) == ([], False)
+        keeper = documents.keeper
+        assert not keeper.contents._users or set(keeper.contents._users) == {keeper.documents[kept].content}
 
     asyncio.run(main())
 

@@ -17,23 +17,19 @@ import uvloop
 from fastapi.testclient import TestClient
 
 from chunkattn.calls.precompute import PrecomputeJob
+from chunkattn.documents.records import Scope
 from chunkattn.server import contents
 from chunkattn.server.app import create_app
-from chunkattn.server.document_store import Documents
 from chunkattn.server.json_answer import json_answer
 from chunkattn.server.state import ServerState
 from chunkattn.web.http import BoundedHttp, ConnectionLimits
 from chunkattn.web.keys import Caller
 from chunkattn.web.options import ServerConfig
+from tests.documents.rig import add, registry_of
 from tests.patience import PATIENCE_S
 from tests.server_helpers import wait_until
 
 pytest_plugins = ["tests.told_engine"]
-
-
-def add(documents, name="a", text="A text.", **options):
-    how = {"cache_salt": None, "pin": False, "ttl_s": None, "priority": 0, "options": {}, "timeout": 60, **options}
-    return documents.add("Read.", [text], [name], **how)
 
 
 def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
@@ -51,19 +47,19 @@ def test_a_late_forget_spares_a_document_added_again(llm, monkeypatch):
 
     async def main():
         nonlocal slow
-        documents = Documents(llm, ServerConfig())
-        ((document, _),) = await add(documents)
+        documents = registry_of(llm)
+        await add(documents)
         slow = True
-        deleting = asyncio.create_task(documents.delete(document))
+        deleting = asyncio.create_task(documents.delete(Scope(), "a"))
         await asyncio.to_thread(entered.wait, 60)
         slow = False
-        ((again, _),) = await add(documents)
+        again = await add(documents)
         go.set()
         await deleting
-        assert documents.get("a", None) is again
+        assert documents.get(Scope(), "a") is again
         told = llm.client._worker.told
         assert told[-1] == "compute", told
-        await documents.delete(again)
+        await documents.delete(Scope(), "a")
         assert told[-1] == "forget"
 
     asyncio.run(main())

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from chunkattn.fair_shares import FairShares
 from chunkattn.focus import MODES
-from chunkattn.server.document_store import Documents
+from chunkattn.server.state import ServerState
 from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Caller, Shares
 from chunkattn.web.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
@@ -403,9 +405,10 @@ def test_a_title_is_part_of_the_text_everywhere(http):
 
 
 def test_a_server_that_stores_nothing_gives_no_advice_to_store():
-    llm = SimpleNamespace(config=SimpleNamespace(position_strategy="offset"))
+    llm = SimpleNamespace(config=SimpleNamespace(position_strategy="offset"), threads=None)
+    caller = Caller(None, Shares(1, FairShares(0)))
     with pytest.raises(ApiError) as error:
-        Documents(llm, ServerConfig()).named({2: "ghost"}, None)
+        ServerState(llm, ServerConfig()).named_documents({2: "ghost"}, caller, None)
     said = error.value.body["error"]["message"]
     assert said.startswith("documents.2 names the document 'ghost'")
     assert said.endswith("under position_strategy 'offset' this server stores no documents, so send its text")

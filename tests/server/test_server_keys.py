@@ -9,14 +9,15 @@ import pytest
 from fastapi.testclient import TestClient
 
 from chunkattn.async_llm import AsyncLLM
+from chunkattn.documents.records import Scope
 from chunkattn.errors import ConfigError
 from chunkattn.fair_shares import FairShares
 from chunkattn.server.app import create_app
-from chunkattn.server.document_store import Documents
 from chunkattn.server.state import ServerState
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Caller, Keys, Shares
 from chunkattn.web.options import ServerConfig
+from tests.documents.rig import add, registry_of
 from tests.server_helpers import SMALL, ServerProcess, wait_until
 
 pytest_plugins = ["tests.told_engine"]
@@ -138,40 +139,40 @@ def test_one_request_cannot_fill_the_queue(llm):
     assert state.most_prompts == llm.config.max_queued_requests // 2
 
 
-def test_quotas_of_documents(llm):
+def test_quotas_of_documents(llm, tmp_path):
     """Per name and for all; what is said of one name tells nothing about another."""
-    pages = llm.limits.num_pages
-    share = 3.5 / pages
-    config = ServerConfig(max_cached_documents_per_key=2, max_pinned_share_per_key=share, max_pinned_share=2 * share)
-    documents = Documents(llm, config)
+    (tmp_path / "keys").write_text("ana:1\nben:2\ncleo:3\n")
+    share = 3.5 / llm.limits.num_pages
+    options = {"max_pinned_share_per_key": share, "max_pinned_share": 2 * share, "api_key_file": str(tmp_path / "keys")}
+    documents = registry_of(llm, max_cached_documents_per_key=2, **options)
+    ana, ben, cleo = (documents._keys.salt_of(name) for name in ("ana", "ben", "cleo"))
 
-    async def add(owner, name, **options):
-        how = {"cache_salt": owner, "pin": True, "ttl_s": None, "priority": 0, "options": {}, "timeout": 60, **options}
-        return await documents.add("Read.", [f"The text {name}."], [name], owner=owner, **how)
+    async def store(owner, name, pin=True):
+        return await add(documents, name, f"The text {name}.", owner, pin=pin)
 
-    async def refused(*args, **options):
+    async def refused(*args, **fields):
         with pytest.raises(ApiError) as error:
-            await add(*args, **options)
+            await store(*args, **fields)
         assert error.value.status == 400
         return error.value
 
     async def main():
-        await add("ana", "a")
-        await add("ana", "b")
-        assert (await refused("ana", "c", pin=False)).code == "too_many_documents"
-        assert documents.page("ben", None, 9) == ([], False)
-        await add("ben", "a")
-        documents.config = replace(config, max_cached_documents_per_key=9)
-        error = await refused("ana", "c")
+        a = await store(ana, "a")
+        await store(ana, "b")
+        assert (await refused(ana, "c", pin=False)).code == "too_many_documents"
+        assert documents.page(Scope(ben, ben), None, 9) == ([], False)
+        await store(ben, "a")
+        documents.config = replace(documents.config, max_cached_documents_per_key=9)
+        error = await refused(ana, "c")
         assert error.code == "too_many_pins"
-        await add("ana", "b")  # pinned already
-        await add("ana", "c", pin=False)
+        await store(ana, "b")  # pinned already
+        c = await store(ana, "c", pin=False)
         with pytest.raises(ApiError):
-            await documents.pin(documents.get("c", "ana"), True, 60)
-        await documents.pin(documents.get("a", "ana"), False, 60)
-        await documents.pin(documents.get("c", "ana"), True, 60)
-        await add("ben", "b")
-        assert "max_pinned_share 0" in (await refused("cleo", "a")).message
+            await documents.change(c, pinned=True, ttl_s=None)
+        await documents.change(a, pinned=False, ttl_s=None)
+        await documents.change(c, pinned=True, ttl_s=None)
+        await store(ben, "b")
+        assert "max_pinned_share 0" in (await refused(cleo, "a")).message
 
     asyncio.run(main())
 

@@ -48,7 +48,7 @@ class _Served(ReloadsKeys):
         self._handover = Handover(records)
         stores = options.gateways == 1
         self._gateway = Gateway(ServeReplicas(engine, CHANNEL), made, config, records, stores_documents=stores)
-        self.start_reloading(self._gateway.state.keys, self._gateway.documents.delete_owned)
+        self.start_reloading(self._gateway.state.keys, self._gateway.documents.registry.delete_owned)
         await self._gateway.open()
         self._handover.start()
         until = asyncio.get_running_loop().time() + _FIRST_S

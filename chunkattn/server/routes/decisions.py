@@ -51,7 +51,7 @@ async def decide(body: DecideBody, request: Request, state: ServerState, caller:
 async def _answer(body: DecideBody, state: ServerState, caller: Caller) -> Response:
     output = DecisionOutput([], ScoreUsage(0, 0, 0), body.method)
     salt, timeout = caller.salt(body.salt), state.config.request_timeout_s
-    stored = state.documents.named(named_documents(body.documents), salt)
+    stored = state.named_documents(named_documents(body.documents), caller, body.salt)
     options = body.options(salt, {number: document.chunk for number, document in stored.items()})
     try:
         text, questions = await state.llm.threads.run(body.call)

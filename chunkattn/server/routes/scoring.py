@@ -120,7 +120,7 @@ async def _reranked(body: RerankBody, version: str, state: ServerState, caller: 
         await state.llm.threads.run(_check_query, state, body.query_text, body.max_query_length)
     if body.return_documents or body.return_text:
         await state.llm.threads.run(body.check_returned)
-    stored = state.documents.named(body.named(), caller.salt(body.cache_salt))
+    stored = state.named_documents(body.named(), caller, body.cache_salt)
     sources = {number: document.source for number, document in stored.items()}
     documents = body.contents(sources) if body.rank_fields is None else await state.llm.threads.run(body.contents, sources)
     try:
@@ -153,7 +153,7 @@ async def _reranked(body: RerankBody, version: str, state: ServerState, caller: 
         if body.return_documents:
             given, found = body.given[result.index], stored.get(result.index)
             if found is not None:
-                fields["document"] = {"id": found.id} | ({} if found.text is None else {"text": found.text})
+                fields["document"] = {"id": found.record.id} | ({} if found.text is None else {"text": found.text})
             else:
                 fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump(exclude_unset=True)
         return fields
@@ -225,7 +225,7 @@ def _check(state: ServerState, body: ScoringBody) -> None:
 
 async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict[str, Any]:
     """Return the relevance of each document to its query under the rerank template."""
-    stored, fields = state.documents.named(body.named(), caller.salt(body.cache_salt)), body.pair_names
+    stored, fields = state.named_documents(body.named(), caller, body.cache_salt), body.pair_names
     queries, documents = body.pairs({number: document.source for number, document in stored.items()})
     _check_queries(state, len(queries), fields.prefix)
     caller.take(len(queries) or 1)

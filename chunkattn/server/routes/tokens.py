@@ -73,7 +73,7 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
     """
     state.check_model(body.model)
     state.check_ready()
-    stored = state.documents.named(body.named(), caller.salt(body.cache_salt), field="chunks.documents")
+    stored = state.named_documents(body.named(), caller, body.cache_salt, field="chunks.documents")
     documents = {number: document.chunk for number, document in stored.items()}
     prompt: Prompt = next(iter(body.prompts(documents)), {"prompt_token_ids": []})
     caller.take(1)

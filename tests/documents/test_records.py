@@ -6,7 +6,6 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 
@@ -27,7 +26,8 @@ from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix,
 records = DocumentRecords(sys.argv[1])
 print("open", flush=True)
 for number, line in enumerate(sys.stdin):
-    made = records.put([DocumentRecord(Scope(), f"{number}-{n}", Prefix("Read."), line) for n in range(3)])
+    made = [DocumentRecord(Scope(), f"{number}-{n}", Prefix("Read."), line) for n in range(3)]
+    records.put(made)
     if number % 3 == 2:
         records.remove(made)
     print(number, flush=True)
@@ -36,6 +36,12 @@ for number, line in enumerate(sys.stdin):
 
 def record(name, document="A text.", **fields):
     return DocumentRecord(**{"scope": SCOPE, "id": name, "prefix": PREFIXES[0], "document": document, **fields})
+
+
+def put(records, *made):
+    """Put records, and return them."""
+    records.put(made)
+    return made
 
 
 def plain(found):
@@ -58,7 +64,7 @@ def test_a_new_process_has_every_field(tmp_path):
     ]
     records.put(made)
     records.change(records.get(made[4].scope, "doc-4"), pinned=True, expires=None, prefix_tokens=7, num_bytes=2**40)
-    made[4] = replace(made[4], pinned=True, expires=None, prefix_tokens=7, num_bytes=2**40)
+    assert (made[4].pinned, made[4].expires, made[4].prefix_tokens, made[4].num_bytes) == (True, None, 7, 2**40)
     records.close()
     again = DocumentRecords(tmp_path / "documents")
     for own in made:
@@ -80,12 +86,12 @@ def test_random_changes_against_a_dictionary(tmp_path):
                     record(key[1], f"{step}", scope=key[0], prefix=rng.choice(PREFIXES)),
                     record("x", f"{step}", scope=key[0]),
                 ]
-                for own in records.put(new):
+                for own in put(records, *new):
                     model.pop((own.scope, own.id), None)
                     model[own.scope, own.id] = plain(own)
             case 2 if key in model:
-                own = records.change(records.get(*key), pinned=rng.random() < 0.5, expires=float(step))
-                model[key] = plain(own)
+                records.change(records.get(*key), pinned=rng.random() < 0.5, expires=3e9 + step)
+                model[key] = plain(records.get(*key))
             case 3 if key in model:
                 records.remove([records.get(*key)])
                 del model[key]
@@ -101,7 +107,8 @@ def test_random_changes_against_a_dictionary(tmp_path):
             assert [plain(r) for r in found] == [model[scope, name] for name in own[start : start + 3]]
             assert more == (len(own) > start + 3)
         assert records.count(None) == len(records) == len(model)
-    assert {r.id for r in records.expired(300.0)} == {name for (_, name), own in model.items() if (own[4][1] or 301) <= 300}
+    end = 3e9 + 300
+    assert {r.id for r in records.expired(end)} == {name for (_, name), own in model.items() if (own[4][1] or 4e9) <= end}
     records.remove(records)
     records.close()
     with sqlite3.connect(tmp_path / "documents") as file:
@@ -190,7 +197,7 @@ def test_other_files_are_refused_and_stay_as_they_are(tmp_path, spoil, message):
 
 def test_a_change_that_the_file_does_not_take_changes_nothing(tmp_path):
     records = DocumentRecords(tmp_path / "documents")
-    (kept,) = records.put([record("a")])
+    (kept,) = put(records, record("a"))
     ((pages,),) = records._file.rows.execute("PRAGMA page_count")
     records._file.rows.execute(f"PRAGMA max_page_count = {pages + 2}")  # SQLite answers as on a full disk
     for _ in range(2):
@@ -209,7 +216,7 @@ def test_a_change_that_the_file_does_not_take_changes_nothing(tmp_path):
 def test_a_deletion_in_portions_says_what_was_deleted(taken, outcome, tmp_path, monkeypatch):
     """The portions are both records, then each alone."""
     records = DocumentRecords(tmp_path / "documents")
-    kept, done = records.put([record("a"), record("b")]), []
+    kept, done = put(records, record("a"), record("b")), []
     delete = records._file._delete_rows
 
     def full(portion, **options):
@@ -229,7 +236,7 @@ def test_a_deletion_in_portions_says_what_was_deleted(taken, outcome, tmp_path, 
 
 def test_after_a_handover_another_opens_the_file_and_changes_are_refused(tmp_path):
     former = DocumentRecords(tmp_path / "records")
-    (first,) = former.put([record("first")])
+    (first,) = put(former, record("first"))
     former.hand_over()
     new = DocumentRecords(tmp_path / "records")
     try:
@@ -246,5 +253,51 @@ def test_after_a_handover_another_opens_the_file_and_changes_are_refused(tmp_pat
 
 def test_records_without_a_file_are_in_memory():
     records = DocumentRecords()
-    records.remove(records.put([record("a"), record("b", [5])])[:1])
+    records.remove(put(records, record("a"), record("b", [5]))[:1])
     assert [(r.id, r.source) for r in records] == [("b", [5])]
+
+
+def test_what_is_owed_survives_until_it_is_settled(tmp_path):
+    path = tmp_path / "documents"
+    records = DocumentRecords(path)
+    a, b, c = put(records, *(record(name, f"Text of {name}. \ud800", prefix=PREFIXES[2]) for name in "abc"))
+    records.put([replaced := record("c", [1, 2])])
+    records.remove([a, b])
+    assert list(records.owed) == [c, a, b]
+    records.settle(a, ["second"])
+    records.settle(b)
+    records.close()
+    for _ in range(2):
+        records = DocumentRecords(path)
+        owed = {(r.id, r.source, r.prefix.source[0]["content"]): [*places] for r, places in records.owed.items()}
+        text = PREFIXES[2].content[0]["content"]
+        assert owed == {("a", a.source, text): ["second"], ("c", c.source, text): []}
+        assert [plain(r) for r in records] == [plain(replaced)]
+        records.close()
+    records = DocumentRecords(path)
+    for own in list(records.owed):
+        records.settle(own)
+    records.settle(replaced)  # not owed
+    records.close()
+    records = DocumentRecords(path)
+    assert (len(records), records.owed) == (1, {})
+    records.close()
+
+
+def test_a_file_of_version_1_is_read(tmp_path):
+    path = tmp_path / "documents"
+    records = DocumentRecords(path)
+    (kept,) = put(records, record("doc-of-a-former-rule"))
+    records.close()
+    with sqlite3.connect(path) as file:
+        file.execute("DROP TABLE owed")
+        file.execute("PRAGMA user_version = 1")
+    file.close()
+    for _ in range(2):
+        records = DocumentRecords(path)
+        assert [plain(r) for r in records] == [plain(kept)]
+        records.close()
+    records = DocumentRecords(path)
+    records.remove(records)
+    assert [r.id for r in records.owed] == ["doc-of-a-former-rule"]
+    records.close()

@@ -1,0 +1,646 @@
+"""`ReplicaKeeper`: keeper of the stored documents of a gateway, over its replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
+from hashlib import blake2b
+from typing import Any, NamedTuple, Protocol, TypeVar
+from urllib.parse import urlencode
+from weakref import WeakKeyDictionary
+
+from fastapi import Request
+
+from chunkattn.documents.keeper import Kept
+from chunkattn.documents.records import DocumentRecord, DocumentRecords, Scope
+from chunkattn.documents.routes import DOCUMENTS, FORGET
+from chunkattn.fair_shares import FairShares
+from chunkattn.fair_threads import FairThreads
+from chunkattn.gateway.headers import outgoing_headers
+from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
+from chunkattn.gateway.retries import error_code, is_passing, retried
+from chunkattn.schema.base import Body
+from chunkattn.schema.piece_keys import keys_of
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Keys
+from chunkattn.web.options import ServerConfig
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_CONCURRENT = 8
+"""Requests about the documents of one owner that are under way at one replica at once; of all owners twice as many."""
+_ENTRY_S = 5.0
+"""Seconds that a replica has to tell whether it holds a document."""
+_RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0)
+_MOST_OWED = 10_000
+"""Documents about which a replica that cannot be reached is told later; the oldest go first."""
+_SHOWN_CHARS = 1024
+"""Characters of a prefix that an entry shows while no replica can be asked."""
+_UNKNOWN_ROUTE = (404, 405)
+_TRY_ELSEWHERE = (429, 502, 503, 504)
+_AGAIN = {"Retry-After": "1"}
+
+
+class Owners(Protocol):
+    """Part of the routing policy that documents need."""
+
+    def owner(self, key: int) -> str:
+        """Return the rendezvous owner of a key."""
+
+    def forget(self, keys: Iterable[int]) -> None:
+        """Drop keys from the record of every replica."""
+
+
+class ReplicaAnswer(NamedTuple):
+    """Whole answer of a replica.
+
+    Attributes:
+        status: HTTP status.
+        body: decoded JSON body; None for a body that is no JSON.
+    """
+
+    status: int
+    body: Any
+
+    @property
+    def is_unknown_route(self) -> bool:
+        """Return whether the replica has no such route, as vLLM's servers."""
+        return self.status in _UNKNOWN_ROUTE and error_code(self.body) not in ("document_not_found", "model_not_found")
+
+    @property
+    def is_final(self) -> bool:
+        """Return whether the replica needs no further request of the same kind."""
+        return self.status < 500 and self.status != 429
+
+
+class Place(NamedTuple):
+    """Copy of a document at a replica.
+
+    Attributes:
+        name: name of the replica.
+        record: the document.
+    """
+
+    name: str
+    record: DocumentRecord
+
+
+class ReplicaKeeper:
+    """Keeper of documents over replicas; see `chunkattn.documents.keeper.Keeper`.
+
+    A document is stored at the rendezvous owner of its routing key, under an id that is unique over all clients. A replica that
+    cannot be reached when a document changes is told when it can be reached again.
+
+    Requests to replicas carry the Authorization header of the documents' owner, which is kept in memory alone. After a restart
+    of the gateway, the documents of an owner wait for the owner's first request.
+
+    Args:
+        replicas: the replicas.
+        policy: routing policy.
+        records: records of the documents.
+        config: options of the gateway's HTTP server.
+        keys: API keys of the gateway.
+        patience_s: see `GatewayDocuments`.
+
+    Attributes:
+        takes: function that returns whether a replica takes requests.
+    """
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        policy: Owners,
+        records: DocumentRecords,
+        config: ServerConfig,
+        keys: Keys,
+        patience_s: float,
+    ) -> None:
+        self._replicas, self._policy, self._records, self._keys = replicas, policy, records, keys
+        self._timeout_s, self._patience_s = config.request_timeout_s, patience_s
+        self.threads = FairThreads(1)
+        self.takes: Callable[[str], bool] = lambda name: True
+        self._headers: dict[str, bytes] = {}  # Authorization headers by owner
+        self._coming: Counter[str | None] = Counter()  # calls of `store` under way, by owner
+        self._places: dict[str, Place] = {}  # by remote id
+        self._owed: dict[str, dict[DocumentRecord, None]] = {}  # documents about which a replica is told later
+        self._routing_keys: WeakKeyDictionary[DocumentRecord, int] = WeakKeyDictionary()
+        self._turns: dict[str, FairShares] = {}  # by replica
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._changed = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        """Return True: documents of an earlier process need no replica."""
+        return True
+
+    def check(self, body: Body | None, /) -> None:
+        """Do nothing: the replicas check model and priority."""
+
+    def close(self) -> None:
+        """End the idle threads."""
+        self.threads.close()
+
+    # Owners
+
+    def owner_of(self, authorization: str) -> str | None:
+        """Return the owner of a request's documents: the salt of a named key, or a digest of the header; None for neither."""
+        if self._keys.file is not None and (holder := self._keys.holder(authorization)) is not None:
+            return holder.salt
+        if not authorization:
+            return None
+        return blake2b(authorization.encode("latin-1", "replace"), digest_size=16, person=b"owner").hexdigest()
+
+    def scope(self, request: Request, cache_salt: str | None) -> Scope:
+        """Return the namespace of a client's document ids."""
+        authorization = request.headers.get("authorization", "")
+        owner = self.owner_of(authorization)
+        self.note(owner, authorization, is_new=request.method == "POST")
+        return Scope(owner, cache_salt)
+
+    def note(self, owner: str | None, authorization: str, *, is_new: bool = False) -> None:
+        """Remember the header of an owner.
+
+        Args:
+            owner: the owner.
+            authorization: Authorization header of the owner's request.
+            is_new: whether the request may make an owner. Headers of clients without documents would fill the memory.
+        """
+        if owner is None or not (is_new or self._has_documents(owner)):
+            return
+        if owner not in self._headers:
+            self._changed.set()
+        self._headers[owner] = authorization.encode("latin-1", "replace")
+
+    def _has_documents(self, owner: str | None) -> bool:
+        return bool(self._records.count(owner)) or any(record.scope.owner == owner for record in self._records.owed)
+
+    def _drop_header(self, owner: str | None) -> None:
+        """Forget the header of an owner without documents."""
+        if owner is not None and not self._coming[owner] and not self._has_documents(owner):
+            self._headers.pop(owner, None)
+
+    def _header(self, record: DocumentRecord) -> bytes | None:
+        """Return the header for a document; b"" for none, None if it is not known yet."""
+        return b"" if record.scope.owner is None else self._headers.get(record.scope.owner)
+
+    # Routing
+
+    def _body(self, records: Sequence[DocumentRecord], **fields: Any) -> dict[str, Any]:
+        """Return the body that names prefix and documents of records with one prefix and scope, with their remote ids."""
+        prefix = records[0].prefix
+        start = {"messages": prefix.source} if prefix.is_chat else {"prefix": prefix.source}
+        options = {"chat_template_kwargs": dict(prefix.template_options)} if prefix.template_options else {}
+        documents = [{"id": remote_id(r), "text": r.document} if isinstance(r.document, str) else r.source for r in records]
+        return {**start, "documents": documents, **options, **_salt(records[0]), **fields}
+
+    def _route(self, record: DocumentRecord) -> int:
+        """Return the routing key of a document."""
+        if (key := self._routing_keys.get(record)) is None:
+            header = self._header(record) or b""
+            pieces = keys_of(DOCUMENTS, self._body([record]), header.decode("latin-1")).pieces
+            key = self._routing_keys[record] = pieces[-1][0] if pieces else 0
+        return key
+
+    def owner(self, record: DocumentRecord) -> str | None:
+        """Return the rendezvous owner of a document; None without replicas."""
+        try:
+            return self._policy.owner(self._route(record)) if self._replicas.names() else None
+        except (LookupError, ValueError):  # the policy knows no replica yet
+            return None
+
+    def _place(self, record: DocumentRecord) -> str | None:
+        """Return the replica that stores a document, or should."""
+        place = self._places.get(remote_id(record))
+        return place.name if place is not None and place.name in self._replicas.names() else self.owner(record)
+
+    # Requests
+
+    def _request(self, record: DocumentRecord, method: str, path: str, body: Any = None) -> Outgoing | None:
+        """Return a request on behalf of a document's owner, or None if the owner's header is not known.
+
+        Args:
+            record: the document.
+            method: HTTP method.
+            path: path of the request.
+            body: body of the request; without one, the salt is in the query.
+        """
+        if (header := self._header(record)) is None:
+            return None
+        headers = [(b"authorization", header)] if header else []
+        if body is None:
+            return Outgoing(method, path, urlencode(_salt(record)).encode(), headers)
+        return Outgoing(method, path, b"", [(b"content-type", b"application/json"), *headers], json.dumps(body).encode())
+
+    async def _ask(self, name: str, record: DocumentRecord, request: Outgoing, timeout_s: float | None = None) -> ReplicaAnswer:
+        """Return the answer of a replica to a request about a document.
+
+        Raises:
+            ReplicaGoneError: the replica is gone, or has not answered in time.
+        """
+        async with self._turns.setdefault(name, FairShares(_CONCURRENT, 2 * _CONCURRENT)).turn():
+            return await answer_of(self._replicas, name, request, timeout_s or self._timeout_s)
+
+    async def _post(self, records: Sequence[DocumentRecord], *, pin: bool, **fields: Any) -> ReplicaAnswer:
+        """Post documents of one scope, prefix and owner to their owner, or to another replica if it cannot take them.
+
+        Args:
+            records: the documents.
+            pin: whether to pin them.
+            **fields: `priority` and `model`.
+
+        Raises:
+            ReplicaGoneError: no replica can be reached.
+        """
+        if pin:
+            fields["pin"] = True
+        if (expires := records[0].expires) is not None:
+            fields["ttl_s"] = max(0.001, expires - time.time())
+        body = self._body(records, **fields)
+        request = await self.threads.run(self._request, records[0], "POST", DOCUMENTS, body)
+        if request is None:
+            raise ReplicaGoneError("the owner of the documents has sent no request since the gateway started")
+        first = self.owner(records[0])
+        names = sorted(self._replicas.names(), key=lambda name: (not self.takes(name), name != first))[:3]
+        answer: ReplicaAnswer | None = None
+        for name in names:
+            try:
+                answer = await self._ask(name, records[0], request)
+            except ReplicaGoneError as error:
+                logger.warning("documents cannot be stored at replica %s: %s", name, error)
+                continue
+            if answer.status == 200:
+                await asyncio.gather(*(self._move(record, name) for record in records))
+            if answer.status not in _TRY_ELSEWHERE:
+                return answer
+        if answer is None:
+            raise ReplicaGoneError("no replica can store the documents now")
+        return answer
+
+    async def _move(self, record: DocumentRecord, name: str) -> None:
+        """Note that a replica stores a document; another replica that stored it before deletes it."""
+        before = self._places.get(remote_id(record))
+        self._places[remote_id(record)] = Place(name, record)
+        if before is not None and before.name != name and before.name in self._replicas.names():
+            await self._tell(before.name, before.record)
+
+    async def _patient_post(self, records: Sequence[DocumentRecord], **fields: Any) -> ReplicaAnswer:
+        """Post documents, once a replica takes them; see `_post`.
+
+        Raises:
+            ApiError: 503, no replica can be reached.
+        """
+
+        async def attempt() -> ReplicaAnswer | None:
+            try:
+                return await self._post(records, **fields)
+            except ReplicaGoneError:
+                return None
+
+        def is_final(answer: ReplicaAnswer | None) -> bool:
+            return answer is not None and not is_passing(answer.status, answer.body)
+
+        answer = await retried(attempt, is_final, self._patience_s)
+        if answer is None:
+            raise ApiError(503, "no replica can store the documents; try again", code="no_replica", **_AGAIN)
+        return answer
+
+    # Documents
+
+    async def store(self, records: Sequence[DocumentRecord], *, priority: int, model: str | None) -> list[Kept]:
+        """Store new documents at their owners, all or none, even if the caller is cancelled; they are then forgotten."""
+        fields = {"priority": priority} | ({} if model is None else {"model": model})
+        storing = self._in_background(self._store(records, fields))
+        try:
+            return await asyncio.shield(storing)
+        except asyncio.CancelledError:
+            self._in_background(self._withdraw(storing, records))
+            raise
+
+    async def _withdraw(self, storing: asyncio.Task[Any], records: Sequence[DocumentRecord]) -> None:
+        await asyncio.wait([storing])
+        if storing.exception() is None:
+            await self.forget(records)
+
+    async def _store(self, records: Sequence[DocumentRecord], fields: Mapping[str, Any]) -> list[Kept]:
+        owner, pin = records[0].scope.owner, records[0].pinned
+        self._coming[owner] += 1
+        try:
+            await self.threads.run(lambda: [self._route(record) for record in records])
+            groups: dict[str | None, list[int]] = {}
+            for number, record in enumerate(records):
+                groups.setdefault(self.owner(record), []).append(number)
+            calls = [self._patient_post([records[n] for n in numbers], pin=pin, **fields) for numbers in groups.values()]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
+            kept, error = [Kept(prefix=_beginning(record)) for record in records], None
+            for numbers, answer in zip(groups.values(), answers, strict=True):
+                if isinstance(answer, BaseException):
+                    error = answer
+                elif answer.status == 200:
+                    for number, entry in zip(numbers, answer.body["data"], strict=True):
+                        record = records[number]
+                        record.tokens, record.prefix_tokens = entry.get("tokens"), entry.get("prefix_tokens")
+                        record.num_bytes, prefix = entry.get("bytes"), entry.get("prefix", kept[number].prefix)
+                        kept[number] = Kept(True, pin, prefix, bool(entry.get("was_cached")))
+                elif not answer.is_unknown_route:
+                    error = _refusal(answer, numbers)
+            if error is not None:
+                await self.forget([record for record in records if self._is_placed(record)])
+                raise error
+        except BaseException:
+            self._coming -= Counter([owner])
+            self._drop_header(owner)
+            raise
+        self._coming -= Counter([owner])
+        return kept
+
+    def _is_placed(self, record: DocumentRecord) -> bool:
+        """Return whether a replica stores a document."""
+        place = self._places.get(remote_id(record))
+        return place is not None and place.record is record
+
+    async def look_up(self, records: Sequence[DocumentRecord]) -> list[Kept]:
+        """Return the state of documents, as far as replicas can be asked."""
+
+        async def ask(record: DocumentRecord) -> Kept:
+            name, request = self._place(record), self._request(record, "GET", f"{DOCUMENTS}/{remote_id(record)}")
+            if name is not None and request is not None:
+                with suppress(ReplicaGoneError):
+                    answer = await self._ask(name, record, request, _ENTRY_S)
+                    if answer.status == 200 and isinstance(entry := answer.body, Mapping):
+                        prefix = entry.get("prefix", _beginning(record))
+                        return Kept(bool(entry.get("cached")), bool(entry.get("pinned")), prefix)
+            return Kept(prefix=_beginning(record))
+
+        return list(await asyncio.gather(*map(ask, records)))
+
+    async def pin(self, record: DocumentRecord) -> None:
+        """Pin a document at its owner."""
+        answer = await self._patient_post([record], pin=True)
+        if answer.status != 200 and not answer.is_unknown_route:
+            raise _refusal(answer, [0])
+        if self._records.get(record.scope, record.id) is not record:
+            await self.forget([record])
+
+    async def change(self, record: DocumentRecord) -> None:
+        """Tell the replica of a document its lifetime, and that it is no longer pinned."""
+        if (name := self._place(record)) is not None:
+            await self._tell(name, record)
+
+    async def forget(self, records: Sequence[DocumentRecord]) -> None:
+        """Have every replica delete or forget documents. Replicas that cannot be reached are told later."""
+        gone = []
+        self._changed.set()  # a new document may be pinned elsewhere than at its owner, and have replaced one that is wanted
+        for record in records:
+            if self._is_placed(record):
+                del self._places[remote_id(record)]
+            current = self._records.get(record.scope, record.id)
+            if (current is None or self._route(current) != self._route(record)) and not self._is_orphan(record):
+                gone.append(record)
+        self._policy.forget([self._route(record) for record in gone])
+        await asyncio.gather(*(self._tell(name, record) for record in gone for name in self._replicas.names()))
+        for record in records:
+            self._settle(record)
+        for owner in {record.scope.owner for record in records}:
+            self._drop_header(owner)
+
+    def _is_orphan(self, record: DocumentRecord) -> bool:
+        """Return whether no replica can be told about a document, because its owner's key was removed."""
+        owner = record.scope.owner
+        is_orphan = self._keys.file is not None and self._header(record) is None and owner not in self._keys.salts
+        if is_orphan:
+            logger.warning("the K/V of a removed document stays until evicted: its owner's API key is not known")
+        return is_orphan
+
+    async def erase(self, request: Request, records: Sequence[DocumentRecord]) -> Any:
+        """Have every replica forget contents, because copies may be anywhere. Return the answer of the first one."""
+        headers, query = outgoing_headers(request.scope), request.scope.get("query_string", b"")
+        outgoing = Outgoing("POST", FORGET, query, headers, await request.body())
+        answers: dict[str, ReplicaAnswer | None] = {}
+
+        async def known() -> list[str]:
+            return list(self._replicas.names())
+
+        async def tell(name: str) -> None:
+            async def tell_once() -> ReplicaAnswer | None:
+                with suppress(ReplicaGoneError):
+                    return await answer_of(self._replicas, name, outgoing, self._timeout_s)
+                return None
+
+            def is_final(answer: ReplicaAnswer | None) -> bool:
+                if answer is None:
+                    return name not in self._replicas.names()
+                return not is_passing(answer.status, answer.body)
+
+            answers[name] = None
+            answers[name] = await retried(tell_once, is_final, self._patience_s)
+
+        with suppress(TimeoutError):  # then the replicas that have not answered are named
+            async with asyncio.timeout(self._timeout_s):
+                await asyncio.gather(*map(tell, await retried(known, bool, self._patience_s)))
+        self._policy.forget([self._route(record) for record in records])
+        self._drop_header(records[0].scope.owner)
+        names = self._replicas.names()
+        if missed := [n for n, answer in answers.items() if (n in names if answer is None else answer.status >= 500)]:
+            text = f"replicas that cannot be reached may still hold the documents: {', '.join(missed)}; send the request again"
+            raise ApiError(503, text, code="engine_not_ready", **_AGAIN)
+        told = [answer for answer in answers.values() if answer is not None]
+        if not told:
+            raise ApiError(503, "there is no replica; try again", code="no_replica", **_AGAIN)
+        if refused := next((answer for answer in told if answer.status >= 400), None):
+            raise _refusal(refused, range(len(records)))
+        return told[0].body
+
+    # What replicas miss
+
+    async def _tell(self, name: str, record: DocumentRecord) -> bool:
+        """Tell a replica what has become of a document, now or when the replica can be reached. Return whether it knows."""
+        is_told = await self._tell_now(name, record)
+        if not is_told:
+            owed = self._owed.setdefault(name, {})
+            owed[record] = None
+            if len(owed) > _MOST_OWED:
+                del owed[oldest := next(iter(owed))]
+                self._settle(oldest)
+            self._changed.set()
+        return is_told
+
+    async def _tell_now(self, name: str, record: DocumentRecord) -> bool:
+        current, place = self._records.get(record.scope, record.id), self._places.get(remote_id(record))
+        path, requests = f"{DOCUMENTS}/{remote_id(record)}", list[Outgoing | None]()
+        is_here = place is not None and place.name == name
+        if current is record and (place is None or is_here):
+            left = "never" if record.expires is None else max(0.001, record.expires - time.time())
+            change = {**_salt(record), "ttl_s": left} | ({} if record.pinned else {"pinned": False})
+            requests.append(self._request(record, "PATCH", path, change))
+        else:
+            if not is_here:
+                requests.append(self._request(record, "DELETE", path))
+            if current is not record:
+                requests.append(self._request(record, "POST", FORGET, self._body([record])))
+        for request in requests:
+            try:
+                if request is None or not (answer := await self._ask(name, record, request)).is_final:
+                    return False
+            except ReplicaGoneError:
+                return False
+            if request.method == "DELETE" and answer.status == 200:
+                break
+        return True
+
+    def _settle(self, record: DocumentRecord) -> None:
+        """Note which replicas still hold a removed document."""
+        self._records.settle(record, [name for name, owed in self._owed.items() if record in owed])
+
+    async def restore(self) -> None:
+        """Take up what replicas have missed before the gateway was started."""
+        for record, names in list(self._records.owed.items()):
+            if self._is_orphan(record):
+                self._records.settle(record)
+            else:
+                for name in names or self._replicas.names():
+                    self._owed.setdefault(name, {})[record] = None
+        self._changed.set()
+
+    def lose(self, names: Collection[str]) -> None:
+        """Note that replicas came, went or restarted: what was stored there is to be stored again, where it is pinned."""
+        self._places = {rid: place for rid, place in self._places.items() if place.name not in names}
+        self._changed.set()
+
+    def _misplaced(self) -> list[DocumentRecord]:
+        """Return the pinned documents that are not at their owner, as far as their owners' headers are known."""
+        records = []
+        for record in self._records:
+            if record.pinned and record.is_live and self._header(record) is not None:
+                owner, place = self.owner(record), self._places.get(remote_id(record))
+                if owner is None or place == (owner, record):
+                    continue
+                is_elsewhere = place is not None and place.record is record and self.takes(place.name)
+                if self.takes(owner) or not is_elsewhere:  # else it waits for its owner there
+                    records.append(record)
+        return records
+
+    async def run(self) -> None:
+        """Pin misplaced documents again and tell replicas what they have missed, until cancelled."""
+        failures = 0
+        while True:
+            if not failures:
+                await self._changed.wait()
+            self._changed.clear()
+            work = *map(self._pin_again, self._misplaced()), *map(self._pay, list(self._owed))
+            failures = 0 if all(await asyncio.gather(*work)) else failures + 1
+            if failures:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_RETRY_S[min(failures, len(_RETRY_S)) - 1]):
+                        await self._changed.wait()
+
+    async def _pin_again(self, record: DocumentRecord) -> bool:
+        """Pin one document at its owner. Return whether no further try is needed."""
+        try:
+            answer = await self._post([record], pin=True)
+        except ReplicaGoneError:
+            return False
+        if answer.status == 200:
+            if self._records.get(record.scope, record.id) is not record:
+                await self.forget([record])
+            elif not record.pinned:
+                await self.change(record)
+            return self._places.get(remote_id(record)) == (self.owner(record), record)
+        if not answer.is_final:
+            return False
+        if not answer.is_unknown_route:
+            logger.warning("document %r cannot be pinned again: %s", record.id, answer.body)
+        self._places[remote_id(record)] = Place(self.owner(record) or "", record)
+        return True
+
+    async def _pay(self, name: str) -> bool:
+        """Tell a replica what it has missed. Return whether it knows all that it can be told now."""
+        if name not in self._replicas.names():
+            return True
+        for record in list(self._owed[name]):
+            if self._header(record) is not None:
+                if not await self._tell_now(name, record):
+                    return False
+                self._owed[name].pop(record, None)
+                self._settle(record)
+                self._drop_header(record.scope.owner)
+        return True
+
+    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def remote_id(record: DocumentRecord) -> str:
+    """Return the id of a document at replicas, unique over all clients of the gateway.
+
+    Token ids have no field for an id: replicas give them the same automatic id as the gateway.
+    """
+    if not isinstance(record.document, str):
+        return record.id
+    place = json.dumps([*record.scope, record.id]).encode()
+    return f"gw-{blake2b(place, digest_size=16).hexdigest()}"
+
+
+async def answer_of(replicas: Replicas, name: str, request: Outgoing, timeout_s: float) -> ReplicaAnswer:
+    """Return the whole answer of a replica.
+
+    Args:
+        replicas: the replicas.
+        name: name of the replica.
+        request: request to the replica.
+        timeout_s: time limit in seconds.
+
+    Raises:
+        ReplicaGoneError: the replica is gone, or has not answered in time.
+    """
+    status, body = 0, bytearray()
+    try:
+        async with asyncio.timeout(timeout_s), aclosing(replicas.send(name, request)) as messages:  # type: ignore[type-var]
+            async for message in messages:
+                status = message.get("status", status)
+                body += message.get("body", b"")
+    except TimeoutError:
+        raise ReplicaGoneError(f"replica {name} has not answered within {timeout_s:g} s") from None
+    try:
+        return ReplicaAnswer(status, json.loads(bytes(body) or b"null"))
+    except ValueError:
+        return ReplicaAnswer(status, None)
+
+
+def _salt(record: DocumentRecord) -> dict[str, str]:
+    return {} if record.scope.cache_salt is None else {"cache_salt": record.scope.cache_salt}
+
+
+def _beginning(record: DocumentRecord) -> str | None:
+    """Return the beginning of a prefix of text."""
+    content = record.prefix.content
+    return content[:_SHOWN_CHARS] if isinstance(content, str) else None
+
+
+def _refusal(answer: ReplicaAnswer, numbers: Sequence[int]) -> ApiError:
+    """Return the refusal of a replica, whose text names documents by their places in the client's request.
+
+    Args:
+        answer: answer of the replica.
+        numbers: places of the documents of the request to the replica.
+    """
+
+    def place(match: re.Match[str]) -> str:
+        number = int(match[2])
+        return f"{match[1]}{numbers[number]}" if number < len(numbers) else match[0]
+
+    error = answer.body.get("error") if isinstance(answer.body, Mapping) else None
+    error = error if isinstance(error, Mapping) else {}
+    text = re.sub(r"\b(documents\.|document )(\d{1,9})\b", place, str(error.get("message", "a replica refuses the documents")))
+    headers = _AGAIN if answer.status in (429, 503) else {}
+    return ApiError(answer.status, text, param=error.get("param"), code=error.get("code"), **headers)
