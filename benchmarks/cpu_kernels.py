@@ -25,9 +25,9 @@ from chunkattn.backends.cpu import label_readout, library
 from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.backends.registry import get_backend
-from chunkattn.cli.progress import timed
 from chunkattn.engine import sampling
 from chunkattn.models import linear
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 16

@@ -23,7 +23,7 @@ from typing import Any
 
 from chunkattn import LLM, Choice, SamplingParams
 from chunkattn.calls.decide_questions import AskedQuestion, ask
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.geometry import save_model
 from chunkattn.tools.load.workloads import WORDS
 

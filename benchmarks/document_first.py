@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from chunkattn.calls.score_inputs import score_call
-from chunkattn.cli.progress import timed
 from chunkattn.outputs import ScoreOutput
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
-from chunkattn.tools.bench.score import BLOCK, ScoreBench
+from chunkattn.tools.bench.score import ScoreBench
+from chunkattn.tools.bench.sizes import BLOCK
 
 ORDERS = {"documents first": True, "query first": False}
 """By name: whether the items come first."""

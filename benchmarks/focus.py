@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from chunkattn.calls.generate import generate_job
-from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.focus import MODES, Focus
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.rope.positions import make_layout
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
-from chunkattn.tools.bench.score import BLOCK, ScoreBench
+from chunkattn.tools.bench.score import ScoreBench
+from chunkattn.tools.bench.sizes import BLOCK
 
 PREFIX = 32
 """Tokens of the prefix."""

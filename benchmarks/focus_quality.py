@@ -20,9 +20,9 @@ from typing import Any
 
 from chunkattn.calibration import Calibration
 from chunkattn.calls.focus_scores import SCORES
-from chunkattn.cli.common import make_llm
-from chunkattn.cli.progress import Steps, say
 from chunkattn.llm import LLM
+from chunkattn.terminal.commands import make_llm
+from chunkattn.terminal.progress import Steps, say
 from chunkattn.tools.eval.conditions import NONE, Condition, focus_conditions, tokenize
 from chunkattn.tools.eval.data import questions_from
 from chunkattn.tools.eval.examiner import Examiner

@@ -34,7 +34,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from benchmarks.nvidia.workloads import calls, settings
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.peers import NOT_FOUND, find_python
 
 PARTS = "kernels", "flex", "gen", "score"

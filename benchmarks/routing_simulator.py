@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.cli.progress import timed
 from chunkattn.gateway.policy import POLICIES, Policy
 from chunkattn.schema.ledger import Ledger
 from chunkattn.schema.piece_keys import Keys
+from chunkattn.terminal.progress import timed
 
 BYTES_PER_TOKEN = 4
 _SENT_LATELY_S = 0.5

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chunkattn.calls.algorithms import AUTO
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
-from chunkattn.tools.bench.score import EXTEND, ScoreBench, Workload, pool_tokens
+from chunkattn.tools.bench.score import EXTEND, ScoreBench
+from chunkattn.tools.bench.sizes import Workload, pool_tokens
 
 TOLERANCE, WANTED = 1.15, 0.9
 SHORT = {"packed_segment": "packed", "prefill_extend": "extend", "serial": "serial"}

@@ -27,8 +27,8 @@ import numpy as np
 
 from chunkattn import LLM, SamplingParams
 from chunkattn.async_llm import AsyncLLM
-from chunkattn.cli.progress import say, timed
 from chunkattn.errors import DeadlineExceededError
+from chunkattn.terminal.progress import say, timed
 from chunkattn.tools.bench.measure import resident_bytes
 
 SIZES = {3: 0.5, 30: 0.35, 500: 0.15}

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.visited_tiles import BLOCK, batch_of
 from chunkattn.backends import AttentionBatch, AttentionSpec
 from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
@@ -22,6 +21,7 @@ from chunkattn.rope.positions import make_layout
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+BLOCK = 16
 ROWS, SLOTS = 32, 64
 """Tile sizes small enough that a prompt of a few hundred tokens has many tiles; real tiles are several times larger."""
 LAYOUT = make_layout(np.zeros(180), [np.zeros(n) for n in (44, 40, 164, 36, 56)], np.zeros(56))
@@ -63,6 +63,21 @@ class Walk(NamedTuple):
     high: int
     ranges: list[tuple[int, int]]
     visits: list[Visit]
+
+
+def batch_of(plan: SlotPlan) -> AttentionBatch:
+    """Return one prompt as one step."""
+    rows, pages = len(plan.slots), len(plan.page_len)
+    return AttentionBatch(
+        rows,
+        np.zeros(rows, np.int32),
+        plan.slots,
+        plan.row_start,
+        np.asarray([plan.prefix_end], np.int32),
+        np.arange(pages, dtype=np.int32)[None],
+        plan.page_len[None],
+        plan.block_size,
+    )
 
 
 def walks(batch: AttentionBatch) -> list[Walk]:

@@ -20,9 +20,9 @@ from benchmarks.aot import MODELS, Step, planned
 from benchmarks.tpu.chips import CHIPS
 from benchmarks.tpu.step import WIDEST, compile_step
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
-from chunkattn.cli.progress import say
 from chunkattn.config import EngineConfig
 from chunkattn.engine.step_sizes import buckets
+from chunkattn.terminal.progress import say
 
 FORMER = 32
 """Pages of the narrowest page table that every backend had once."""

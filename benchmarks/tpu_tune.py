@@ -29,7 +29,7 @@ from chunkattn.backends import AttentionBatch  # noqa: E402
 from chunkattn.backends.pallas_tpu import kernel  # noqa: E402
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend  # noqa: E402
 from chunkattn.backends.pallas_tpu.blocks import Blocks  # noqa: E402
-from chunkattn.cli.progress import timed  # noqa: E402
+from chunkattn.terminal.progress import timed  # noqa: E402
 
 FOLDED, SLOTS, TOGETHER = (256, 512), (256, 512, 1024), (1, 4)
 HEADS = {64: (14, 2), 128: (16, 8), 256: (16, 8)}

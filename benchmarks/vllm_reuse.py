@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from chunkattn.cli.progress import say
+from chunkattn.terminal.progress import say
 
 GEOMETRIES = {
     "medium": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},

@@ -31,7 +31,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.scheduler import EXTRA_SPANS
 from chunkattn.engine.step_sizes import SMALLEST_STEP, bucket_for, buckets
 from chunkattn.errors import BackendError
-from chunkattn.tools.bench.score import matmul_rate, read_rate
+from chunkattn.tools.bench.peak_rates import matmul_rate, read_rate
 
 BUDGET = 8192
 """Token budget of a step, which limits the rows of a call."""

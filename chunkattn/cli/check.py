@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from chunkattn.cli.common import app, command, console
 from chunkattn.cli.environment import environment
 from chunkattn.config import SamplingParams
 from chunkattn.errors import BackendError
+from chunkattn.terminal.commands import app, command, console
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {},

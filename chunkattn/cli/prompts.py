@@ -11,7 +11,15 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkattn.cli.common import (
+from chunkattn.config import EngineConfig, SamplingParams, make_config
+from chunkattn.errors import RequestError
+from chunkattn.focus import Focus, read_focus
+from chunkattn.outputs import FocusOutput
+from chunkattn.parsers import ParsedPrompt, PromptParser
+from chunkattn.parsers.chat_template import own_template
+from chunkattn.parsers.document_encoder import pick_template
+from chunkattn.picture import layout_summary, layout_table, plot_layout
+from chunkattn.terminal.commands import (
     Documents,
     Model,
     PrefixPart,
@@ -25,15 +33,7 @@ from chunkattn.cli.common import (
     make_llm,
     prompt_of,
 )
-from chunkattn.cli.options import with_options
-from chunkattn.config import EngineConfig, SamplingParams, make_config
-from chunkattn.errors import RequestError
-from chunkattn.focus import Focus, read_focus
-from chunkattn.outputs import FocusOutput
-from chunkattn.parsers import ParsedPrompt, PromptParser
-from chunkattn.parsers.chat_template import own_template
-from chunkattn.parsers.document_encoder import pick_template
-from chunkattn.picture import layout_summary, layout_table, plot_layout
+from chunkattn.terminal.flags import with_options
 
 _CHUNKS = "document_template chunk_separator position_strategy chunk_position_gap chunk_calibration"
 _DEVICE = "dtype kv_cache_dtype attention_backend tensor_parallel_size"

@@ -20,7 +20,8 @@ from chunkattn.cli import app
 from chunkattn.tools.bench import geometry
 from chunkattn.tools.bench.measure import peak_bytes, reset_peak, resident_bytes
 from chunkattn.tools.bench.peers import time_peer
-from chunkattn.tools.bench.score import Case, ScoreBench, Workload, needed_flops, run
+from chunkattn.tools.bench.score import Case, ScoreBench, needed_flops, run
+from chunkattn.tools.bench.sizes import Setup, Workload
 
 ROOT = Path(__file__).parents[2]
 TINY = Qwen3Config(
@@ -80,7 +81,7 @@ def test_documents_first_are_measured_with_their_tokens_cached():
 @pytest.mark.slow
 def test_cases_of_a_workload():
     names = ["serial", "packed_segment", "prefill_extend", "packed_dense"]
-    (cases,) = run("tiny", [Workload(20, 12, 3)], names, repeats=1, serial_items=4, kv_tokens=1024)
+    (cases,) = run(Setup("tiny", repeats=1), [Workload(20, 12, 3)], names, serial_items=4, kv_tokens=1024)
     found = {case.name: case for case in cases}
     assert list(found) == ["serial", "packed_segment", "prefill_extend", "prefill_extend, cached", "packed_dense"]
     rows = {"serial": 12 * 23, "prefill_extend, cached": 36}

@@ -15,7 +15,6 @@ from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, SamplingParams, make_l
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.calls import precompute
 from chunkattn.cli import cache, prompts
-from chunkattn.cli.common import app
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.engine.request import Request
@@ -25,6 +24,7 @@ from chunkattn.parsers.arguments import check_ids
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.server.app import create_app
 from chunkattn.server.document_store import Documents
+from chunkattn.terminal.commands import app
 from chunkattn.web.errors import api_error
 from chunkattn.web.options import ServerConfig
 

@@ -1,91 +1,23 @@
-"""Cases of `chunkattn bench gen`: their sizes, their prompts, and chunkattn's measurement of each."""
+"""Cases of `chunkattn bench gen`: their prompts, and chunkattn's measurement of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from time import perf_counter
 from typing import NamedTuple
 
+from chunkattn.calls.algorithms import AUTO
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.errors import EngineError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
 from chunkattn.tools.bench.peer_script import DecodeClock
-from chunkattn.tools.bench.score import BLOCK, IN_ORDER, ScoreBench, Workload, needed_flops, pool_tokens
-
-CASES = ("prefill", "rag", "decode", "score")
-_SPARE = 8
-"""Tokens generated beyond those that are timed, because vLLM may start some sequences a few steps early."""
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Token counts of the cases.
-
-    Attributes:
-        prefill: tokens of each plain prompt that is timed.
-        documents: number of documents.
-        document_tokens: tokens per document.
-        prefix_tokens: tokens of the prefix before the documents.
-        question_tokens: tokens of the question after the documents.
-        sequences: numbers of sequences that decode together.
-        prompt_tokens: tokens of the prompt of each sequence that decodes.
-        decode_tokens: timed tokens of each sequence that decodes.
-        score: query and items of the scoring request.
-        block_size: slots per page.
-    """
-
-    prefill: tuple[int, ...] = (2000, 6000)
-    documents: int = 12
-    document_tokens: int = 500
-    prefix_tokens: int = 32
-    question_tokens: int = 50
-    sequences: tuple[int, ...] = (1, 16)
-    prompt_tokens: int = 128
-    decode_tokens: int = 32
-    score: Workload = field(default_factory=lambda: Workload(items=100))
-    block_size: int = BLOCK
-
-    @property
-    def rag_tokens(self) -> int:
-        """Return the tokens of a prompt of documents."""
-        return self.prefix_tokens + self.documents * self.document_tokens + self.question_tokens
-
-    def longest(self, cases: Sequence[str]) -> int:
-        """Return the tokens of the longest sequence of some cases, generated tokens included.
-
-        Args:
-            cases: names in `CASES`.
-        """
-        lengths = {
-            "prefill": max(self.prefill) + 1,
-            "rag": self.rag_tokens + 1,
-            "decode": self.prompt_tokens + self.decode_tokens + _SPARE,
-            "score": self.score.query + self.score.item_len + 1,
-        }
-        return max(lengths[case] for case in cases)
-
-    def kv_tokens(self, cases: Sequence[str]) -> int:
-        """Return the size in tokens of a KV pool that runs some cases without eviction.
-
-        Args:
-            cases: names in `CASES`.
-        """
-        page = self.block_size
-        query, items, item_len = self.score.query, self.score.items, self.score.item_len + page
-        chunks = self.prefix_tokens + self.documents * (self.document_tokens + page)
-        sequence = self.prompt_tokens + self.decode_tokens + _SPARE + page
-        tokens = {
-            "prefill": max(self.prefill) + 2 * page,
-            "rag": chunks + 2 * (self.question_tokens + 2 * page),  # the documents stay, and two questions follow
-            "decode": max(self.sequences) * sequence,
-            "score": min(pool_tokens(query), 4 * (query + items * item_len)),  # a pack has a quarter of the pool
-        }
-        return max(tokens[case] for case in cases)
+from chunkattn.tools.bench.score import ScoreBench, needed_flops
+from chunkattn.tools.bench.sizes import SPARE, Setup, Sizes
 
 
 class Sample(NamedTuple):
@@ -140,30 +72,27 @@ class GenerateBench:
     """Engine over random weights, and the jobs of the benchmark.
 
     Args:
-        geometry: name of the model's geometry.
+        setup: model and page size.
         sizes: token counts of the cases.
         cases: names in `CASES`.
-        dtype: dtype of weights and K/V.
     """
 
-    def __init__(self, geometry: str, sizes: Sizes, cases: Sequence[str], *, dtype: str = "bfloat16") -> None:
+    def __init__(self, setup: Setup, sizes: Sizes, cases: Sequence[str]) -> None:
         self.sizes, self.cases = sizes, cases
-        running = max(64, *sizes.sequences)
-        pool, block_size = sizes.kv_tokens(cases), sizes.block_size
-        self.engine = ScoreBench(geometry, pool, dtype=dtype, block_size=block_size, max_num_seqs=running)
+        pool, running = sizes.kv_tokens(cases, setup.page), max(64, *sizes.sequences)
+        self.engine = ScoreBench(setup.geometry, pool, dtype=setup.dtype, block_size=setup.page, max_num_seqs=running)
         self._numbers = count()
 
-    def makers(self) -> Iterator[Callable[[], list[Job]]]:
-        """Yield a function for each case that makes the jobs of one round."""
-        for case in self.cases:
-            if case == "prefill":
-                yield from (partial(self.prefill, tokens) for tokens in self.sizes.prefill)
-            elif case == "rag":
-                yield self.rag
-            elif case == "decode":
-                yield from (partial(self.decode, sequences) for sequences in self.sizes.sequences)
-            else:
-                yield self.score
+    def makers(self) -> list[Callable[[], list[Job]]]:
+        """Return the functions that make the jobs of one round, in the order of the cases."""
+        makers: dict[str, list[Callable[[], list[Job]]]] = {
+            "prefill": [partial(self.prefill, tokens) for tokens in self.sizes.prefill],
+            "rag": [self.rag],
+            "plain": [self.plain],
+            "decode": [partial(self.decode, sequences) for sequences in self.sizes.sequences],
+            "score": [self.score],
+        }
+        return [make for case in self.cases for make in makers[case]]
 
     def prefill(self, tokens: int) -> list[Job]:
         """Return the job of one plain prompt.
@@ -176,15 +105,22 @@ class GenerateBench:
 
     def rag(self) -> list[Job]:
         """Return two jobs over the same documents: nothing cached, then all documents cached, in a new order."""
-        sizes = self.sizes
+        return self._documents("rag")
+
+    def plain(self) -> list[Job]:
+        """Return the jobs of `rag` as ordinary causal prompts, of which the prefix alone is found again in the new order."""
+        return self._documents("plain")
+
+    def _documents(self, case: str) -> list[Job]:
+        sizes, jobs = self.sizes, []
         prefix = self.engine.ids(sizes.prefix_tokens)
         documents = [self.engine.ids(sizes.document_tokens) for _ in range(sizes.documents)]
-        jobs = []
         for state, ordered in (("cold", documents), ("warm", documents[1:] + documents[:1])):
             question = self.engine.ids(sizes.question_tokens)
-            measure = partial(self.generate, [make_layout(prefix, ordered, question)], fresh=state == "cold")
-            name = f"rag {state} {sizes.documents} x {sizes.document_tokens} + {sizes.question_tokens}"
-            jobs.append(Job(name, "s", measure, [[[*prefix, *(token for ids in ordered for token in ids), *question]]]))
+            whole = [*prefix, *chain.from_iterable(ordered), *question]
+            layout = make_layout([], [], whole) if case == "plain" else make_layout(prefix, ordered, question)
+            name = f"{case} {state} {sizes.documents} x {sizes.document_tokens} + {sizes.question_tokens}"
+            jobs.append(Job(name, "s", partial(self.generate, [layout], fresh=state == "cold"), [[whole]]))
         return jobs
 
     def decode(self, sequences: int) -> list[Job]:
@@ -195,7 +131,7 @@ class GenerateBench:
         """
         prompts = [self.engine.ids(self.sizes.prompt_tokens) for _ in range(sequences)]
         layouts = [make_layout([], [], prompt) for prompt in prompts]
-        tokens = 1 + self.sizes.decode_tokens + _SPARE
+        tokens = 1 + self.sizes.decode_tokens + SPARE
         return [Job(f"decode {sequences}", "tok/s", partial(self.generate, layouts, tokens), [prompts], tokens)]
 
     def score(self) -> list[Job]:
@@ -220,8 +156,8 @@ class GenerateBench:
         workload = self.sizes.score
         query, items = self.engine.ids(workload.query), self.engine.items(workload)
         refused = self.engine.refused(query, items)
-        for name in IN_ORDER:
-            if name not in (*refused, "packed_dense"):
+        for name in AUTO:
+            if name not in refused:
                 self._score(query, items[:2] if name == "serial" else items, name)
 
     def generate(self, layouts: list[ChunkLayout], max_tokens: int = 1, *, fresh: bool = True) -> Sample:

@@ -14,11 +14,12 @@ from pathlib import Path
 from time import sleep
 
 from chunkattn.errors import EngineError
-from chunkattn.tools.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
+from chunkattn.tools.bench.cases import GenerateBench, Job, Sample
 from chunkattn.tools.bench.geometry import GEOMETRIES
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, round_name
+from chunkattn.tools.bench.peak_rates import matmul_rate, read_mib, read_rate
 from chunkattn.tools.bench.peers import NOT_FOUND, PeerError, PeerProcess, find_python
-from chunkattn.tools.bench.score import matmul_rate, read_mib, read_rate
+from chunkattn.tools.bench.sizes import DEFAULT_CASES, Setup, Sizes
 
 _PAUSE_S = 0.3
 """Seconds between two processes' jobs, because idle threads of OpenMP and XLA spin for a while."""
@@ -83,79 +84,63 @@ class Report:
 
 
 def run(
-    geometry: str,
+    setup: Setup,
     sizes: Sizes,
-    cases: Sequence[str] = CASES,
+    cases: Sequence[str] = DEFAULT_CASES,
     *,
-    dtype: str = "bfloat16",
-    repeats: int = 3,
     pythons: Sequence[Path] | None = None,
     progress: Progress = nullcontext,
 ) -> Report:
     """Measure cases on random weights, and vLLM beside them.
 
     Args:
-        geometry: name of the model's geometry.
+        setup: model and rounds.
         sizes: token counts of the cases.
         cases: names in `CASES`, in order.
-        dtype: dtype of weights and K/V.
-        repeats: number of timed rounds, after one round that compiles.
         pythons: interpreters, of which the first with vLLM runs it; None measures no peer.
         progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
         EngineError: a step failed.
     """
-    bench = GenerateBench(geometry, sizes, cases, dtype=dtype)
+    bench, rows = GenerateBench(setup, sizes, cases), list[_Row]()
     if "score" in cases:
         with progress("score, first requests"):
             bench.warm_up_score()
-    rows: list[_Row] = []
     matmul = read = 0.0
-
-    def measure_rates() -> None:
-        nonlocal matmul, read
-        matmul, read = max(matmul, matmul_rate(dtype)), max(read, read_rate())
-
-    with _Peer(geometry, sizes, cases, dtype, pythons, progress) as peer:
+    with _Peer(setup, sizes.longest(cases), pythons, progress) as peer:
         for make in bench.makers():
-            for job in make():
-                with progress(f"{job.name}, {round_name(0, repeats)}"):
-                    job.measure()
-                peer.measure(job, round_name(0, repeats))
-            measure_rates()
-            rows += _rounds(bench, make, peer, repeats, progress)
-            measure_rates()
-    core = bench.engine.core
-    return Report(
-        [row.case(core.runner.weight_bytes, matmul, read) for row in rows],
-        core.runner.backend.name,
-        core.runner.weight_bytes,
-        matmul,
-        read,
-        read_mib(),
-        peer.name,
-        peer.note,
-    )
+            _round(bench, make, peer, round_name(0, setup.repeats), progress, {})
+            matmul, read = max(matmul, matmul_rate(setup.dtype)), max(read, read_rate())
+            reset_peak()
+            measured: dict[str, _Row] = {}
+            for number in range(setup.repeats):
+                _round(bench, make, peer, round_name(number + 1, setup.repeats), progress, measured)
+            rows += measured.values()
+            matmul, read = max(matmul, matmul_rate(setup.dtype)), max(read, read_rate())
+    runner = bench.engine.core.runner
+    table = [row.case(runner.weight_bytes, matmul, read) for row in rows]
+    return Report(table, runner.backend.name, runner.weight_bytes, matmul, read, read_mib(), peer.name, peer.note)
 
 
-def _rounds(bench: GenerateBench, make: Callable[[], list[Job]], peer: _Peer, repeats: int, progress: Progress) -> list[_Row]:
-    """Measure the jobs of one case in timed rounds, chunkattn first."""
-    rows: dict[str, _Row] = {}
+def _round(
+    bench: GenerateBench,
+    make: Callable[[], list[Job]],
+    peer: _Peer,
+    number: str,
+    progress: Progress,
+    rows: dict[str, _Row],
+) -> None:
+    """Measure the jobs of one case once, chunkattn first, and add the values to the rows of their names."""
     compiles = bench.engine.core.runner.compiles
-    reset_peak()
-    for number in range(repeats):
-        for job in make():
-            name = round_name(number + 1, repeats)
-            row = rows.setdefault(job.name, _Row(job))
-            before = compiles.total()
-            with progress(f"{job.name}, {name}"):
-                row.samples.append(job.measure())
-            row.compiles += compiles.total() - before
-            row.peak = max(row.peak, peak_bytes())
-            if (value := peer.measure(job, name)) is not None:
-                row.peer_values.append(value)
-    return list(rows.values())
+    for job in make():
+        row, before = rows.setdefault(job.name, _Row(job)), compiles.total()
+        with progress(f"{job.name}, {number}"):
+            row.samples.append(job.measure())
+        row.compiles += compiles.total() - before
+        row.peak = max(row.peak, peak_bytes())
+        if (value := peer.measure(job, number)) is not None:
+            row.peer_values.append(value)
 
 
 @dataclass
@@ -196,9 +181,7 @@ class _Peer(ExitStack):
         note: see `Report.peer_note`.
     """
 
-    def __init__(
-        self, geometry: str, sizes: Sizes, cases: Sequence[str], dtype: str, pythons: Sequence[Path] | None, progress: Progress
-    ) -> None:
+    def __init__(self, setup: Setup, longest: int, pythons: Sequence[Path] | None, progress: Progress) -> None:
         super().__init__()
         self._process: PeerProcess | None = None
         self._progress = progress
@@ -209,11 +192,11 @@ class _Peer(ExitStack):
         if (python := find_python(pythons, "vllm")) is None:
             self.note = NOT_FOUND
             return
-        limit = min(sizes.longest(cases) + sizes.block_size, GEOMETRIES[geometry].max_position_embeddings)
-        options = {"dtype": dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
+        limit = min(longest + setup.page, GEOMETRIES[setup.geometry].max_position_embeddings)
+        options = {"dtype": setup.dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
         try:
             with progress("start of vllm"):
-                self._process = self.enter_context(PeerProcess(python, "vllm", geometry, **options))
+                self._process = self.enter_context(PeerProcess(python, "vllm", setup.geometry, **options))
         except PeerError as error:
             self.note = f"failed: {error}"
         else:

@@ -21,7 +21,8 @@ import jax
 import numpy as np
 
 from chunkattn.tools.bench.geometry import GEOMETRIES
-from chunkattn.tools.bench.score import LABELS, Workload
+from chunkattn.tools.bench.score import LABELS
+from chunkattn.tools.bench.sizes import Workload
 
 PEERS = ("transformers", "vllm")
 NOT_FOUND = "not measured: none of the interpreters given has it"

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,33 +27,13 @@ from chunkattn.models.loader import ModelFiles
 from chunkattn.outputs import ScoreOutput
 from chunkattn.tools.bench.geometry import make_core, spec_of
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, resident_bytes, round_name
+from chunkattn.tools.bench.peak_rates import matmul_rate
+from chunkattn.tools.bench.sizes import BLOCK, Setup, Workload, pool_tokens
 
 LABELS = 9454, 2753
 EXTEND = "prefill_extend"
 IN_ORDER = ("serial", *(name for name in ALGORITHMS if name != "serial"))
 """All algorithms, the baseline `serial` first."""
-BLOCK = 16
-"""Slots per page unless a benchmark is given another number."""
-
-
-@dataclass(frozen=True)
-class Workload:
-    """Token counts of a scoring request.
-
-    Attributes:
-        query: tokens of the query.
-        items: number of items.
-        item_len: tokens per item.
-    """
-
-    query: int = 2000
-    items: int = 500
-    item_len: int = 20
-
-    @property
-    def name(self) -> str:
-        """Return the sizes."""
-        return f"query {self.query}, {self.items} x {self.item_len}"
 
 
 @dataclass(frozen=True)
@@ -237,86 +216,23 @@ def needed_flops(runner: Runner, requests: Sequence[GenerateRequest | Precompute
     return rows * runner.row_flops + pairs * runner.pair_flops + read * head
 
 
-def matmul_rate(dtype: str, repeats: int = 5) -> float:
-    """Return the rate of a large matrix product in FLOP/s, the best of `repeats` runs.
-
-    Args:
-        dtype: dtype of both matrices; the product is float32.
-        repeats: number of timed runs.
-    """
-    # A product as small as a CPU's would measure the start of an accelerator's program.
-    rows, inner, columns = (2048, 1024, 3072) if jax.default_backend() == "cpu" else (8192, 8192, 8192)
-    # Equal numbers switch few transistors, so that a GPU would clock higher than it does for real weights.
-    keys = jax.random.split(jax.random.key(0))
-    a, b = (jax.random.normal(key, size, dtype) for key, size in zip(keys, ((rows, inner), (inner, columns)), strict=True))
-    multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
-    return 2 * rows * inner * columns / _best_seconds(lambda: multiply(a, b), repeats)
-
-
-def read_mib() -> int:
-    """Return the size in MiB of the array that `read_rate` reads by default."""
-    return 256 if jax.default_backend() == "cpu" else 4096
-
-
-def read_rate(mib: int | None = None, repeats: int = 5) -> float:
-    """Return the rate in bytes per second at which a reduction reads a large array, the best of `repeats` runs.
-
-    The reduction is a bitwise or: it has no rounding order, so XLA vectorizes it and spreads rows over cores.
-
-    Args:
-        mib: size of the array in MiB; None for `read_mib`.
-        repeats: number of timed runs.
-    """
-    mib = mib or read_mib()
-    array = jnp.ones((mib << 4, 1 << 14), jnp.int32)
-    reduce = jax.jit(lambda a: jax.lax.reduce(a, jnp.int32(0), jax.lax.bitwise_or, (1,)))
-    return array.nbytes / _best_seconds(lambda: reduce(array), repeats)
-
-
-def _best_seconds(call: Callable[[], jax.Array], repeats: int) -> float:
-    """Return the shortest time of a call, after one call that compiles."""
-    call().block_until_ready()
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call().block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def pool_tokens(query: int, budget: int = 2048) -> int:
-    """Return the size in tokens of a KV pool that holds packs of full length after a query.
-
-    Args:
-        query: tokens of the query.
-        budget: token budget of a step.
-    """
-    return 4 * max(8192, 4 * query, budget)
-
-
 def run(
-    geometry: str,
+    setup: Setup,
     workloads: Sequence[Workload],
     algorithms: Sequence[str],
     *,
-    dtype: str = "bfloat16",
-    repeats: int = 3,
     serial_items: int = 4,
     kv_tokens: int | None = None,
-    block_size: int = BLOCK,
     progress: Progress = nullcontext,
 ) -> Iterator[list[Case]]:
     """Yield the cases of each workload, measured on random weights.
 
     Args:
-        geometry: name of the model's geometry.
+        setup: model and rounds.
         workloads: workloads to measure, in order.
         algorithms: algorithms to measure; a workload skips algorithms that cannot serve it.
-        dtype: dtype of weights and K/V.
-        repeats: number of timed rounds, after one round that compiles.
         serial_items: number of items that `serial` is timed on.
         kv_tokens: size of the KV pool in tokens; None for `pool_tokens` of the longest query.
-        block_size: slots per page.
         progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
@@ -324,7 +240,7 @@ def run(
         RequestError: no algorithm can serve a workload.
     """
     tokens = kv_tokens or pool_tokens(max(w.query for w in workloads))
-    bench = ScoreBench(geometry, tokens, dtype=dtype, block_size=block_size)
+    bench = ScoreBench(setup.geometry, tokens, dtype=setup.dtype, block_size=setup.page)
     matmul = 0.0
     for workload in workloads:
         query, items = bench.ids(workload.query), bench.items(workload)
@@ -333,10 +249,10 @@ def run(
         if not served:
             raise RequestError(next(iter(refused.values())))
         runs: dict[Key, list[Run]] = {}
-        for number in range(1 + repeats):
+        for number in range(1 + setup.repeats):
             if number:
-                matmul = max(matmul, matmul_rate(dtype))
-            for key, found in _round(bench, workload, served, serial_items, progress, round_name(number, repeats)):
+                matmul = max(matmul, matmul_rate(setup.dtype))
+            for key, found in _round(bench, workload, served, serial_items, progress, round_name(number, setup.repeats)):
                 if number:  # the first round compiles
                     runs.setdefault(key, []).append(found)
         # Ask `auto` now that the cost model has measured the engine.

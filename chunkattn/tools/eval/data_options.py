@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkattn.cli.common import check_file, check_overwrites
 from chunkattn.errors import ConfigError
+from chunkattn.terminal.files import check_file, check_overwrites
 
 if TYPE_CHECKING:
     from chunkattn.tools.eval.data import Decisions, Question, Ranking
@@ -38,10 +38,6 @@ class RecipeOptions:
     seed: int | None = None
     first_line: int | None = None
     save_data: str | None = None
-
-
-RECIPE_OPTIONS = (RecipeOptions, None, " ".join(RecipeOptions.__annotations__))
-"""Group of options for `with_options`."""
 
 
 @dataclass(frozen=True)

@@ -6,30 +6,32 @@ import inspect
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from chunkattn.errors import ConfigError
 from chunkattn.options import Option, options_of
 
+T = TypeVar("T")
 
-def with_options(*groups: tuple[type, str | None, str], from_environment: bool = False) -> Callable[[Any], Any]:
+
+def with_options(*groups: tuple[Any, ...], from_environment: bool = False) -> Callable[[Any], Any]:
     """Return a decorator that adds options to a command, in place of its `**options`.
 
     Args:
         *groups: dataclass with defaults (see `options_of`), title of the help panel (None for the general one), and names of
-            fields, separated by spaces. `--help` lists them in the order of the class.
+            fields, separated by spaces; without names, all fields. `--help` lists them in the order of the class.
         from_environment: whether the variable `CHUNKATTN_` and the name in capitals sets an option, too.
     """
 
     def add(function: Any) -> Any:
         signature = inspect.signature(function, eval_str=True)
         listed = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        for cls, panel, names in groups:
+        for cls, panel, *names in groups:
             options = options_of(cls)
-            ordered = sorted(names.split(), key=list(options).index)
-            listed += [_parameter(options[name], panel, from_environment) for name in ordered]
+            chosen = names[0].split() if names else options
+            listed += [_parameter(options[name], panel, from_environment) for name in options if name in chosen]
         function.__signature__ = signature.replace(parameters=listed)
         return function
 
@@ -44,10 +46,21 @@ def _parameter(option: Option, panel: str | None, from_environment: bool) -> ins
         rich_help_panel=panel,
         show_envvar=False,
     )
-    kind: Any = list[str] if option.kind is tuple else option.kind
-    default = list(option.default) if option.kind is tuple else option.default
-    wanted = kind | None if option.is_optional else kind
-    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[wanted, info])
+    kind, default = (list[option.element], list(option.default)) if option.kind is tuple else (option.kind, option.default)  # type: ignore[name-defined]
+    annotation = Annotated[kind | None if option.is_optional else kind, info]  # type: ignore[valid-type]
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def options_for(cls: type[T], options: Mapping[str, Any], **others: Any) -> T:
+    """Make a dataclass of a command's options.
+
+    Args:
+        cls: dataclass, of which the command has options.
+        options: values by the names of the options; those of other classes pass.
+        **others: fields that are no options, or have other values.
+    """
+    values = {name: options[name] for name in options_of(cls) if name in options}
+    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()} | others)
 
 
 def check_keys(options: Mapping[str, Any], *names: str) -> None:
@@ -66,7 +79,7 @@ def check_keys(options: Mapping[str, Any], *names: str) -> None:
 
 
 def check_positive(options: Mapping[str, Any]) -> None:
-    """Check that integers are at least 1, and floats finite and above 0. Other values pass.
+    """Check that integers are at least 1, and floats finite and above 0, alone or in lists. Other values pass.
 
     Args:
         options: values by the names of the options.
@@ -74,9 +87,10 @@ def check_positive(options: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: a number is out of range.
     """
-    for name, value in options.items():
-        flag = f"--{name.replace('_', '-')}"
-        if type(value) is int and value < 1:
-            raise ConfigError(f"{flag} must be at least 1; got {value}")
-        if type(value) is float and not 0 < value < math.inf:
-            raise ConfigError(f"{flag} must be a finite number above 0; got {value:g}")
+    for name, values in options.items():
+        for value in values if isinstance(values, list) else [values]:
+            flag = f"--{name.replace('_', '-')}"
+            if type(value) is int and value < 1:
+                raise ConfigError(f"{flag} must be at least 1; got {value}")
+            if type(value) is float and not 0 < value < math.inf:
+                raise ConfigError(f"{flag} must be a finite number above 0; got {value:g}")

@@ -16,12 +16,14 @@ import typer
 from rich.table import Table
 
 import chunkattn
-from chunkattn.cli.bench import JsonFile, check_files, group
-from chunkattn.cli.common import command, console, figures, print_lines, write_json
-from chunkattn.cli.environment import processor
-from chunkattn.cli.options import check_positive, with_options
-from chunkattn.cli.progress import say
 from chunkattn.errors import ChunkAttnError, ConfigError
+from chunkattn.terminal.commands import command, console, figures, print_lines
+from chunkattn.terminal.files import JsonFile, check_files, write_json
+from chunkattn.terminal.flags import check_positive, options_for, with_options
+from chunkattn.terminal.progress import say
+from chunkattn.tools.bench.command import group
+from chunkattn.tools.bench.measure import processor
+from chunkattn.tools.bench.sizes import check_geometry
 from chunkattn.tools.load.client import Client
 from chunkattn.tools.load.server import Server
 from chunkattn.tools.load.summary import Objective, Spread, Summary
@@ -32,7 +34,6 @@ _WORKLOADS = ("rag-8x100", "rerank-10x300")
 _OTHER_FILES = 64
 """Files that the client may have open beside its connections."""
 _SERVER, _REQUESTS, _GOOD, _BOUNDS = "Server", "Requests", "Objective", "Bounds"
-_TARGET = "url model geometry server_option api_key tokenizer"
 _FORM = "generation scoring prefix_tokens question_tokens output_tokens item_tokens document_pool ignore_eos"
 _ARRIVALS, _LIMITS = "seconds requests", "max_in_flight drain_s warm_up_s max_lag_ms"
 
@@ -71,10 +72,7 @@ class Target:
         if self.geometry is not None:
             if self.model is not None:
                 raise ConfigError("give --model or --geometry, not both")
-            from chunkattn.tools.bench.geometry import GEOMETRIES
-
-            if self.geometry not in GEOMETRIES:
-                raise ConfigError(f"unknown geometry {self.geometry!r}; choose one of {', '.join(GEOMETRIES)}")
+            check_geometry(self.geometry)
         if wrong := [option for option in self.server_option if not option.startswith("--")]:
             text = "--server-option takes one option of `chunkattn serve`, such as --max-num-seqs=32"
             raise ConfigError(f"{text}; got {wrong[0]!r}")
@@ -118,7 +116,7 @@ def _milliseconds(what: str) -> Any:
 
 
 @command(group)
-@with_options((Target, _SERVER, _TARGET), (Form, _REQUESTS, _FORM), (Plan, _REQUESTS, _ARRIVALS), (Plan, _BOUNDS, _LIMITS))
+@with_options((Target, _SERVER), (Form, _REQUESTS, _FORM), (Plan, _REQUESTS, _ARRIVALS), (Plan, _BOUNDS, _LIMITS))
 def serve(
     workload: Annotated[
         list[str] | None,
@@ -143,20 +141,21 @@ def serve(
     **options: Any,
 ) -> None:
     """Measure latency, first token and goodput of a server while requests arrive at a rate, whether or not it keeps up."""
-    check_files(json_file, None)
+    check_files(json_file)
     check_positive({name: value for name, value in options.items() if name != "document_pool"})
     check_positive({"slo_latency_ms": slo_latency_ms, "slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms})
     workloads = tuple(Workload.parse(name) for name in dict.fromkeys(workload or _WORKLOADS))
-    target = Target(**{name: options[name] for name in _TARGET.split()})
-    form = Form(target.model or "", **{name: options[name] for name in _FORM.split()})
+    target = options_for(Target, options)
+    form = options_for(Form, options, model=target.model or "")
     _check_choices(form, workloads)
     target.check()
-    plan = Plan(
+    plan = options_for(
+        Plan,
+        options,
         workloads=workloads,
         rates=_rates(rates),
         seed=random_seed() if seed is None else seed,
         objective=Objective(slo_latency_ms, slo_ttft_ms, slo_tpot_ms),
-        **{name: options[name] for name in f"{_ARRIVALS} {_LIMITS}".split()},
     )
     _check_open_files(plan.max_in_flight)
     report = Report(target.facts(), plan, form)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,13 +13,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from chunkattn.calibration import FILE_NAME, OFF, write_calibration, write_label_scales
-from chunkattn.cli.bench import JsonFile, Plot, check_files
-from chunkattn.cli.common import (
+from chunkattn.config import EngineConfig
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.picture import save_picture
+from chunkattn.terminal.commands import (
     Model,
     TemplateOptions,
     Verbose,
     app,
-    check_file,
     command,
     console,
     figures,
@@ -26,14 +28,11 @@ from chunkattn.cli.common import (
     make_llm,
     print_lines,
     template_options,
-    write_json,
 )
-from chunkattn.cli.eval_data import RECIPE_OPTIONS, results_file, take_data
-from chunkattn.cli.options import check_positive, with_options
-from chunkattn.cli.progress import Steps, TrialLog, say
-from chunkattn.config import EngineConfig
-from chunkattn.errors import ConfigError, RequestError
-from chunkattn.picture import save_picture
+from chunkattn.terminal.files import JsonFile, Plot, check_file, check_files, write_json
+from chunkattn.terminal.flags import check_positive, with_options
+from chunkattn.terminal.progress import Steps, say
+from chunkattn.tools.eval.data_options import RecipeOptions, results_file, take_data
 
 if TYPE_CHECKING:
     from chunkattn.llm import LLM
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from chunkattn.tools.eval.measures import Mean
     from chunkattn.tools.eval.report import Row
     from chunkattn.tools.eval.results import Results
+    from chunkattn.tools.eval.search import Trial
 
 Data = Annotated[
     Path,
@@ -74,7 +74,7 @@ _ENGINE = (
 
 @command(app, "eval")
 @with_options(
-    RECIPE_OPTIONS, (EngineConfig, None, f"{_ENGINE} chunk_position_gap chunk_temperature chunk_scale chunk_calibration")
+    (RecipeOptions, None), (EngineConfig, None, f"{_ENGINE} chunk_position_gap chunk_temperature chunk_scale chunk_calibration")
 )
 def evaluate(
     data: Data,
@@ -172,7 +172,7 @@ def _decide(llm: LLM, lines: Sequence[Decisions], known: Results, variables: dic
 
 
 @command(app)
-@with_options(RECIPE_OPTIONS, (EngineConfig, None, _ENGINE))
+@with_options((RecipeOptions, None), (EngineConfig, None, _ENGINE))
 def calibrate(
     data: Data,
     output: Annotated[Path, typer.Option(help="File to write, for the option chunk_calibration.")] = Path(FILE_NAME),
@@ -237,7 +237,7 @@ def calibrate(
     )
     if few := few_questions(len(questions)):
         say(f"warning: {few}")
-    log = TrialLog(len(gaps))
+    log = _TrialLog(len(gaps))
     found = find(examiner, gaps=gaps, weighs=weighing, top_n=focus, scores=scores, tried=log.tried)
     rows = compare(found.values)
     notes = {
@@ -262,6 +262,30 @@ def calibrate(
         listed = "gap {}, temperature {:g}, scale {:g}".format(*asdict(found.calibration).values())
         off = "" if found.calibration == found.best else ", the defaults, because no gain was shown"
         console.print(f"written: {escape(str(output))} ({listed}{off})", soft_wrap=True)
+
+
+class _TrialLog:
+    """Lines about the trials of a search on stderr, with an estimate of its time after two gaps.
+
+    Args:
+        gaps: number of gaps of the coarse grid.
+    """
+
+    def __init__(self, gaps: int) -> None:
+        self._left, self._began, self._seen = gaps, time.monotonic(), set[int]()
+        self._best = float("-inf")
+
+    def tried(self, trial: Trial) -> None:
+        """Print a trial."""
+        gap, temperature, scale = asdict(trial.calibration).values()
+        self._seen.add(gap)
+        if len(self._seen) == 2 and self._left > 2:
+            # Each gap takes about as long. The refinement takes as long as three gaps, the report as one.
+            taken = time.monotonic() - self._began
+            say(f"two gaps took {taken:.0f} s; about {taken / 2 * (self._left + 2) / 60:.0f} minutes are left")
+            self._left = 0
+        better, self._best = trial.value > self._best, max(trial.value, self._best)
+        say(f"gap {gap:4}  T {temperature:4.2f}  S {scale:4.2f}  {trial.value:8.4f}{'  best so far' if better else ''}")
 
 
 def _fit_labels(

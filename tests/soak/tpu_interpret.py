@@ -1,6 +1,6 @@
 """Check the TPU kernels in Pallas' TPU interpreter against `reference`, over hundreds of random ragged batches.
 
-    python -m benchmarks.tpu_interpret [--quick] [--json FILE|-]
+    python -m tests.soak.tpu_interpret [--quick] [--json FILE|-]
 
 Every batch is a step of several sequences (`chunkattn.testing.random_steps`): mixed prefill, decode and scoring rows,
 chunks split over steps, empty and one-token chunks, holes and padding. The pool is full of NaN. Some batches run with the
@@ -30,7 +30,7 @@ from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.backend import PallasMetadata, PallasTpuBackend
 from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
 from chunkattn.backends.pallas_tpu.write import DEPTH
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.testing import TOLERANCE, check_backend
 from chunkattn.tools.bench.measure import round_name
 

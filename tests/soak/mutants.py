@@ -1,6 +1,6 @@
 """Change the source in one place at a time and count the changes that a test command detects.
 
-    python -m benchmarks.mutants [--count 20] [--seed 0] [--seconds 300] [--under chunkattn/cache] -- tests/engine/test_cache.py
+    python -m tests.soak.mutants [--count 20] [--seed 0] [--seconds 300] [--under chunkattn/cache] -- tests/engine/test_cache.py
 
 The command draws places at random, applies each change to a temporary copy of the tree, and runs pytest there with the
 given arguments. A mutant is killed if pytest fails or exceeds the time limit. A survivor shows a line that no test checks,
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDERS = [f"chunkattn/{name}" for name in ("engine", "cache", "backends", "calls", "parsers", "server")]
 LEFT_OUT = {".git", ".venv", ".cache", "__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
 COMPARISONS = {

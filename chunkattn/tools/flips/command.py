@@ -11,11 +11,11 @@ import typer
 from rich.table import Table
 
 import chunkattn
-from chunkattn.cli.bench import JsonFile, check_files
-from chunkattn.cli.common import Tokenizer, app, command, console, figures, print_lines, write_json
-from chunkattn.cli.options import check_positive, with_options
-from chunkattn.cli.progress import say
 from chunkattn.errors import ChunkAttnError, ConfigError
+from chunkattn.terminal.commands import Tokenizer, app, command, console, figures, print_lines
+from chunkattn.terminal.files import JsonFile, check_files, write_json
+from chunkattn.terminal.flags import check_positive, with_options
+from chunkattn.terminal.progress import say
 from chunkattn.tools.flips.conditions import measure
 from chunkattn.tools.flips.questions import Plan
 from chunkattn.tools.flips.replies import Tally, verdict
@@ -57,7 +57,7 @@ def flips(
 
     The exit code is 0 if no answer differs, 1 if any differs, and 2 after an error.
     """
-    check_files(json_file, None)
+    check_files(json_file)
     check_positive({name: value for name, value in options.items() if name != "seed"})
     options |= _chosen(**options) | ({"seed": random_seed()} if options["seed"] is None else {})
     plan = Plan(company=_company(company), **options)
