@@ -114,8 +114,6 @@ class EngineConfig:
             one precompute call.
         max_tokens_per_call: limit on the tokens that the engine computes for one call. Generation counts the prompts and
             `max_tokens` of every sample. Scoring counts the items, and the query as often as the algorithm computes it.
-        max_multi_item_seq_len: limit on the tokens in a step of the `packed_dense` baseline. Its memory grows with the
-            square of the tokens.
         seed: seed of requests without a seed.
         max_decode_gap_s: limit in seconds on the expected time of a step while text is generated. Steps with prompts or
             items are cut to the largest token bucket within the limit, and to no less than 128 tokens.
@@ -169,7 +167,6 @@ class EngineConfig:
     max_logprobs: int = 20
     max_items_per_request: int = 10_000
     max_tokens_per_call: int = 1 << 26
-    max_multi_item_seq_len: int = 8192
     seed: int = 0
     max_decode_gap_s: float = 0.5
     max_queued_requests: int = 1024

@@ -109,7 +109,7 @@ def score(
     ] = None,
     softmax: Annotated[bool, typer.Option(help="Normalise the probabilities over the labels.")] = True,
     item_first: Annotated[bool, typer.Option(help="Score item + query instead of query + item.")] = False,
-    algorithm: Annotated[str, typer.Option(help="auto, serial, packed_segment, prefill_extend or packed_dense.")] = "auto",
+    algorithm: Annotated[str, typer.Option(help="auto, serial, packed_segment or prefill_extend.")] = "auto",
     sort: Annotated[bool, typer.Option(help="Sort by the first label's score, best first.")] = True,
     model: Model = None,
     verbose: Verbose = False,

@@ -22,8 +22,7 @@ _PANELS = {
         "enable_chunk_aware chunk_separator document_template chat_template rerank_template special_tokens_in_documents "
         "special_tokens_in_prompts "
         "position_strategy chunk_position_gap chunk_temperature chunk_scale chunk_calibration multi_item_scoring_delimiter "
-        "score_algorithm max_model_len max_chunk_len max_chunks_per_prompt max_items_per_request max_tokens_per_call "
-        "max_multi_item_seq_len"
+        "score_algorithm max_model_len max_chunk_len max_chunks_per_prompt max_items_per_request max_tokens_per_call"
     ),
     "Steps and warm-up": (
         "max_num_seqs max_num_batched_tokens long_prefill_token_threshold max_decode_gap_s max_queued_requests "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -14,6 +14,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.options import Option, options_of
 
 T = TypeVar("T")
+N = TypeVar("N", int, float)
 
 
 def with_options(*groups: tuple[Any, ...], from_environment: bool = False) -> Callable[[Any], Any]:
@@ -76,6 +77,42 @@ def check_keys(options: Mapping[str, Any], *names: str) -> None:
     for name in names:
         if os.environ.get(variable := f"CHUNKATTN_{name.upper()}") == "" and options[name] is None:
             raise ConfigError(f"{variable} is set but empty, as if there were no such key; unset it if that is meant")
+
+
+def check_choice(name: str, value: str, known: Iterable[str]) -> None:
+    """Check that a value is among those of an option.
+
+    Args:
+        name: name of the option in the error.
+        value: the value.
+        known: values of the option.
+
+    Raises:
+        ConfigError: the value is unknown.
+    """
+    if value not in (listed := list(known)):
+        raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(listed)}")
+
+
+def numbers_in(flag: str, text: str, kind: type[N], example: str) -> tuple[N, ...]:
+    """Return the numbers of an option that takes several, separated by commas.
+
+    Args:
+        flag: flag of the option.
+        text: value of the option.
+        kind: `int` or `float`.
+        example: a right value.
+
+    Raises:
+        ConfigError: the text has no number, or a number is not finite and above 0.
+    """
+    try:
+        numbers = tuple(map(kind, text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(0 < number < math.inf for number in numbers):
+        raise ConfigError(f"{flag} must be numbers above 0, separated by commas, such as {example}; got {text!r}")
+    return numbers
 
 
 def check_positive(options: Mapping[str, Any]) -> None:

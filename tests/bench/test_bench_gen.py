@@ -15,7 +15,7 @@ from chunkattn.engine.messages import GenerateRequest
 from chunkattn.rope.positions import make_layout
 from chunkattn.tools.bench import generate, geometry, peer_script, peers
 from chunkattn.tools.bench.cases import GenerateBench
-from chunkattn.tools.bench.generate import Case, run
+from chunkattn.tools.bench.generate import GenCase, run
 from chunkattn.tools.bench.peer_script import DecodeClock
 from chunkattn.tools.bench.peers import PeerError, PeerProcess
 from chunkattn.tools.bench.score import needed_flops
@@ -242,7 +242,7 @@ def test_table_and_json(tmp_path):
     assert "…" not in result.output  # nothing is cut at 80 columns
     assert "programs compiled in timed rounds: 0" in result.output
     report = json.loads(target.read_text())
-    assert [set(case) for case in report["cases"]] == [{field.name for field in fields(Case)}] * len(names)
+    assert [set(case) for case in report["cases"]] == [{field.name for field in fields(GenCase)}] * len(names)
     assert report["facts"]["processor"]
 
 

@@ -18,7 +18,7 @@ from chunkattn.parsers.state_template import StateTemplate
 from chunkattn.tools.eval.chart import draw
 from chunkattn.tools.eval.data import Decisions, read_data
 from chunkattn.tools.eval.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
-from chunkattn.tools.eval.labels import SOURCES, Sample, calibrate_labels, fit, log_loss, samples_of
+from chunkattn.tools.eval.labels import SOURCES, LabelSample, calibrate_labels, fit, log_loss, samples_of
 from chunkattn.tools.eval.recipes import Passage
 from chunkattn.tools.eval.results import Results
 
@@ -136,7 +136,7 @@ def made_samples(rng, count, temperature, bias, lines=None):
         z = (scores - np.array([*bias.values()] or 0.0)) / temperature
         p = np.exp(z - z.max())
         right = int(rng.choice(len(p), p=p / p.sum()))
-        found.append(Sample(number % (lines or count), names, scores + rng.normal(), right))
+        found.append(LabelSample(number % (lines or count), names, scores + rng.normal(), right))
     return found
 
 
@@ -155,7 +155,7 @@ def test_only_a_gain_on_the_other_half_is_kept(rng):
     assert not fits["separate"].is_kept
     assert fits["letters"].after < fits["letters"].before
     assert fits["letters"].notes()["lines_of_the_report"] == 200
-    sample = Sample(0, ["A", "B"], np.log([0.5, 0.5]), 0)
+    sample = LabelSample(0, ["A", "B"], np.log([0.5, 0.5]), 0)
     assert log_loss(sample, LabelScale(2.0, {"A": 1.0, "C": 9.0})) == pytest.approx(np.log(1 + np.exp(0.5)))
     with pytest.raises(RequestError, match="needs 20 questions of a kind in each half of the lines; there are letters 30"):
         calibrate_labels({"letters": samples["letters"][:30]}, 30)

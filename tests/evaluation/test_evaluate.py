@@ -781,7 +781,8 @@ def test_the_engines_of_both_commands_bound_chunks_by_positions_alone(tmp_path, 
         made.append(options)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("chunkattn.tools.eval.command.make_llm", make)
+    for module in ("command", "calibrate_command"):
+        monkeypatch.setattr(f"chunkattn.tools.eval.{module}.make_llm", make)
     for command in ("eval", "calibrate"):
         assert CliRunner().invoke(app, [command, str(data), "--tokenizer", "other"]).exit_code == 2
     for options in made:

@@ -20,7 +20,7 @@ from chunkattn.tools.bench.score import ScoreBench, needed_flops
 from chunkattn.tools.bench.sizes import SPARE, Setup, Sizes
 
 
-class Sample(NamedTuple):
+class Timing(NamedTuple):
     """One measurement of chunkattn.
 
     Attributes:
@@ -37,12 +37,12 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """One measurement to take, with token ids of its own.
 
     Attributes:
-        name: see `Case`.
-        unit: see `Case`.
+        name: see `GenCase`.
+        unit: see `GenCase`.
         measure: measures chunkattn.
         batches: token ids that vLLM gets; see `PeerProcess.run`.
         max_tokens: tokens to generate for each prompt.
@@ -51,7 +51,7 @@ class Job:
 
     name: str
     unit: str
-    measure: Callable[[], Sample]
+    measure: Callable[[], Timing]
     batches: list[list[list[int]]]
     max_tokens: int = 1
     items: int = 0
@@ -83,9 +83,9 @@ class GenerateBench:
         self.engine = ScoreBench(setup.geometry, pool, dtype=setup.dtype, block_size=setup.page, max_num_seqs=running)
         self._numbers = count()
 
-    def makers(self) -> list[Callable[[], list[Job]]]:
+    def makers(self) -> list[Callable[[], list[BenchJob]]]:
         """Return the functions that make the jobs of one round, in the order of the cases."""
-        makers: dict[str, list[Callable[[], list[Job]]]] = {
+        makers: dict[str, list[Callable[[], list[BenchJob]]]] = {
             "prefill": [partial(self.prefill, tokens) for tokens in self.sizes.prefill],
             "rag": [self.rag],
             "plain": [self.plain],
@@ -94,24 +94,24 @@ class GenerateBench:
         }
         return [make for case in self.cases for make in makers[case]]
 
-    def prefill(self, tokens: int) -> list[Job]:
+    def prefill(self, tokens: int) -> list[BenchJob]:
         """Return the job of one plain prompt.
 
         Args:
             tokens: tokens of the prompt.
         """
         ids = self.engine.ids(tokens)
-        return [Job(f"prefill {tokens}", "s", partial(self.generate, [make_layout([], [], ids)]), [[ids]])]
+        return [BenchJob(f"prefill {tokens}", "s", partial(self.generate, [make_layout([], [], ids)]), [[ids]])]
 
-    def rag(self) -> list[Job]:
+    def rag(self) -> list[BenchJob]:
         """Return two jobs over the same documents: nothing cached, then all documents cached, in a new order."""
         return self._documents("rag")
 
-    def plain(self) -> list[Job]:
+    def plain(self) -> list[BenchJob]:
         """Return the jobs of `rag` as ordinary causal prompts, of which the prefix alone is found again in the new order."""
         return self._documents("plain")
 
-    def _documents(self, case: str) -> list[Job]:
+    def _documents(self, case: str) -> list[BenchJob]:
         sizes, jobs = self.sizes, []
         prefix = self.engine.ids(sizes.prefix_tokens)
         documents = [self.engine.ids(sizes.document_tokens) for _ in range(sizes.documents)]
@@ -120,10 +120,10 @@ class GenerateBench:
             whole = [*prefix, *chain.from_iterable(ordered), *question]
             layout = make_layout([], [], whole) if case == "plain" else make_layout(prefix, ordered, question)
             name = f"{case} {state} {sizes.documents} x {sizes.document_tokens} + {sizes.question_tokens}"
-            jobs.append(Job(name, "s", partial(self.generate, [layout], fresh=state == "cold"), [[whole]]))
+            jobs.append(BenchJob(name, "s", partial(self.generate, [layout], fresh=state == "cold"), [[whole]]))
         return jobs
 
-    def decode(self, sequences: int) -> list[Job]:
+    def decode(self, sequences: int) -> list[BenchJob]:
         """Return the job of sequences that decode together.
 
         Args:
@@ -132,9 +132,9 @@ class GenerateBench:
         prompts = [self.engine.ids(self.sizes.prompt_tokens) for _ in range(sequences)]
         layouts = [make_layout([], [], prompt) for prompt in prompts]
         tokens = 1 + self.sizes.decode_tokens + SPARE
-        return [Job(f"decode {sequences}", "tok/s", partial(self.generate, layouts, tokens), [prompts], tokens)]
+        return [BenchJob(f"decode {sequences}", "tok/s", partial(self.generate, layouts, tokens), [prompts], tokens)]
 
-    def score(self) -> list[Job]:
+    def score(self) -> list[BenchJob]:
         """Return the job of one scoring request.
 
         `auto` picks the algorithm. vLLM gets the first item before the others, so that the query is in its cache.
@@ -144,12 +144,12 @@ class GenerateBench:
         prompts = [query + item for item in items]
         name = f"score {workload.query} + {workload.items} x {workload.item_len}"
         batches = [batch for batch in (prompts[:1], prompts[1:]) if batch]
-        return [Job(name, "items/s", partial(self._score, query, items), batches, items=len(items))]
+        return [BenchJob(name, "items/s", partial(self._score, query, items), batches, items=len(items))]
 
-    def _score(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> Sample:
+    def _score(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> Timing:
         self.engine.core.reset_prefix_cache()
         found = self.engine.run(query, items, algorithm)
-        return Sample(found.seconds, None, found.flops, found.output.usage.cached_tokens)
+        return Timing(found.seconds, None, found.flops, found.output.usage.cached_tokens)
 
     def warm_up_score(self) -> None:
         """Run every scoring algorithm that `auto` may take."""
@@ -160,7 +160,7 @@ class GenerateBench:
             if name not in refused:
                 self._score(query, items[:2] if name == "serial" else items, name)
 
-    def generate(self, layouts: list[ChunkLayout], max_tokens: int = 1, *, fresh: bool = True) -> Sample:
+    def generate(self, layouts: list[ChunkLayout], max_tokens: int = 1, *, fresh: bool = True) -> Timing:
         """Generate for all prompts at once.
 
         Args:
@@ -192,4 +192,4 @@ class GenerateBench:
             clock.step(counts, ended=ended)
         seconds = perf_counter() - began
         # Only one prompt may have cached tokens, and its cached tokens come before the question.
-        return Sample(seconds, clock.rate, needed_flops(core.runner, requests, cached), cached)
+        return Timing(seconds, clock.rate, needed_flops(core.runner, requests, cached), cached)

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import chunkattn
-from chunkattn.errors import ConfigError
 from chunkattn.terminal.commands import command, console, figures, print_lines
 from chunkattn.terminal.files import JsonFile, check_files, write_json
-from chunkattn.terminal.flags import check_positive, options_for, with_options
+from chunkattn.terminal.flags import check_choice, check_positive, options_for, with_options
 from chunkattn.terminal.progress import Rounds
 from chunkattn.tools.bench.command import PeerPython, Peers, group
 from chunkattn.tools.bench.measure import processor
 from chunkattn.tools.bench.sizes import CASES, DEFAULT_CASES, Setup, Sizes
 
 if TYPE_CHECKING:
-    from chunkattn.tools.bench.generate import Case, Report
+    from chunkattn.tools.bench.generate import GenCase, GenReport
 
 _NAMES = f"{', '.join(CASES[:-1])} or {CASES[-1]}"
 
@@ -28,7 +27,7 @@ _NAMES = f"{', '.join(CASES[:-1])} or {CASES[-1]}"
 @command(group)
 @with_options((Sizes, None), (Setup, None))
 def gen(
-    case: Annotated[list[str] | None, typer.Option(help=f"Case: {_NAMES}; repeatable. Default: all but plain.")] = None,
+    case: Annotated[list[str] | None, typer.Option(help=f"GenCase: {_NAMES}; repeatable. Default: all but plain.")] = None,
     peers: Peers = False,
     peer_python: PeerPython = None,
     json_file: JsonFile = None,
@@ -39,8 +38,8 @@ def gen(
 
     check_files(json_file)
     check_positive(options)
-    if unknown := set(case or ()) - set(CASES):
-        raise ConfigError(f"unknown case {min(unknown)!r}; choose of {', '.join(CASES)}")
+    for name in case or ():
+        check_choice("case", name, CASES)
     cases = [name for name in CASES if name in (case or DEFAULT_CASES)]
     setup, sizes = options_for(Setup, options), options_for(Sizes, options)
     setup.check(sizes.longest(cases))
@@ -51,7 +50,7 @@ def gen(
         _print(report, facts, f"{setup.geometry}, {setup.dtype}: median (minimum to maximum) of {setup.repeats} rounds")
 
 
-def _facts(report: Report) -> dict[str, str]:
+def _facts(report: GenReport) -> dict[str, str]:
     """Return the machine, the versions and the settings that the figures depend on."""
     from chunkattn.backends.cpu import library
 
@@ -71,7 +70,7 @@ def _facts(report: Report) -> dict[str, str]:
     return facts
 
 
-def _print(report: Report, facts: dict[str, str], title: str) -> None:
+def _print(report: GenReport, facts: dict[str, str], title: str) -> None:
     """Print the table and what is needed to read it."""
     columns = ["", "chunkattn", *(["vllm", "ratio"] if report.peer else []), "of peak"]
     table = figures(*columns, title=title)
@@ -90,7 +89,7 @@ def _print(report: Report, facts: dict[str, str], title: str) -> None:
     print_lines(notes)
 
 
-def _cells(case: Case, peer: bool) -> list[str]:
+def _cells(case: GenCase, peer: bool) -> list[str]:
     """Return the cells of a row."""
     ours, others, unit = case.values, case.peer_values, case.unit
     if unit == "s" and min(*ours, *others, 1.0) < 0.1:

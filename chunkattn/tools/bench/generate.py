@@ -14,7 +14,7 @@ from pathlib import Path
 from time import sleep
 
 from chunkattn.errors import EngineError
-from chunkattn.tools.bench.cases import GenerateBench, Job, Sample
+from chunkattn.tools.bench.cases import BenchJob, GenerateBench, Timing
 from chunkattn.tools.bench.geometry import GEOMETRIES
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, round_name
 from chunkattn.tools.bench.peak_rates import matmul_rate, read_mib, read_rate
@@ -26,7 +26,7 @@ _PAUSE_S = 0.3
 
 
 @dataclass(frozen=True)
-class Case:
+class GenCase:
     """Row of the table.
 
     Attributes:
@@ -40,7 +40,7 @@ class Case:
         cached: prompt tokens found in chunkattn's cache.
         compiles: programs that chunkattn compiled in the timed rounds.
         peak_share: share of the machine's rate that the median needs. `tok/s` reads the weights once a step and counts against
-            `Report.read_bytes_per_s`. Other cases count needed operations against `Report.matmul_flops`.
+            `GenReport.read_bytes_per_s`. Other cases count needed operations against `GenReport.matmul_flops`.
         peak_mib: peak resident host memory of this process in the timed rounds in MiB, without the memory of an accelerator.
     """
 
@@ -58,7 +58,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Report:
+class GenReport:
     """Result of the benchmark.
 
     Attributes:
@@ -73,7 +73,7 @@ class Report:
         peer_note: reason for missing figures of the peer, or a limitation of them.
     """
 
-    cases: list[Case]
+    cases: list[GenCase]
     backend: str
     weight_bytes: int
     matmul_flops: float
@@ -90,7 +90,7 @@ def run(
     *,
     pythons: Sequence[Path] | None = None,
     progress: Progress = nullcontext,
-) -> Report:
+) -> GenReport:
     """Measure cases on random weights, and vLLM beside them.
 
     Args:
@@ -120,12 +120,12 @@ def run(
             matmul, read = max(matmul, matmul_rate(setup.dtype)), max(read, read_rate())
     runner = bench.engine.core.runner
     table = [row.case(runner.weight_bytes, matmul, read) for row in rows]
-    return Report(table, runner.backend.name, runner.weight_bytes, matmul, read, read_mib(), peer.name, peer.note)
+    return GenReport(table, runner.backend.name, runner.weight_bytes, matmul, read, read_mib(), peer.name, peer.note)
 
 
 def _round(
     bench: GenerateBench,
-    make: Callable[[], list[Job]],
+    make: Callable[[], list[BenchJob]],
     peer: _Peer,
     number: str,
     progress: Progress,
@@ -147,13 +147,13 @@ def _round(
 class _Row:
     """Measurements of one row of the table."""
 
-    job: Job
-    samples: list[Sample] = field(default_factory=list)
+    job: BenchJob
+    samples: list[Timing] = field(default_factory=list)
     peer_values: list[float] = field(default_factory=list)
     compiles: int = 0
     peak: int = 0
 
-    def case(self, weight_bytes: int, matmul: float, read: float) -> Case:
+    def case(self, weight_bytes: int, matmul: float, read: float) -> GenCase:
         """Return the row, with shares of the machine's rates in FLOP/s and bytes/s."""
         found = [self.job.value(sample.seconds, sample.decode_rate) for sample in self.samples]
         values = [value for value in found if value is not None]
@@ -168,7 +168,7 @@ class _Row:
             share = self.samples[0].flops / statistics.median(sample.seconds for sample in self.samples) / matmul
         ratio = None if other is None else other / median if self.job.unit == "s" else median / other
         cached, peak = max(sample.cached for sample in self.samples), self.peak / 2**20
-        return Case(
+        return GenCase(
             self.job.name, self.job.unit, tuple(values), tuple(theirs), median, other, ratio, cached, self.compiles, share, peak
         )
 
@@ -177,8 +177,8 @@ class _Peer(ExitStack):
     """vLLM, or the reason why there is no vLLM. After a failure it measures nothing.
 
     Attributes:
-        name: see `Report.peer`.
-        note: see `Report.peer_note`.
+        name: see `GenReport.peer`.
+        note: see `GenReport.peer_note`.
     """
 
     def __init__(self, setup: Setup, longest: int, pythons: Sequence[Path] | None, progress: Progress) -> None:
@@ -202,7 +202,7 @@ class _Peer(ExitStack):
         else:
             self.name, self.note = f"vllm {self._process.version}", self._process.note
 
-    def measure(self, job: Job, number: str) -> float | None:
+    def measure(self, job: BenchJob, number: str) -> float | None:
         """Return vLLM's value of a job in a round, or None without a running vLLM."""
         if self._process is None:
             return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import platform
-import resource
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -39,9 +38,11 @@ def peak_bytes() -> int:
 
     The peak is since `reset_peak`, or since the process started if the system cannot reset the peak.
     """
-    return _status("self", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    if peak := _status("self", "VmHWM"):
+        return peak
+    from resource import RUSAGE_SELF, getrusage  # Windows has no such module
+
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resident_bytes(pid: int | None = None) -> int | None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from chunkattn.tools.bench.geometry import GEOMETRIES
 from chunkattn.tools.bench.score import LABELS
-from chunkattn.tools.bench.sizes import Workload
+from chunkattn.tools.bench.sizes import ScoreWorkload
 
 PEERS = ("transformers", "vllm")
 NOT_FOUND = "not measured: none of the interpreters given has it"
@@ -68,7 +68,7 @@ class PeerCase:
 
 
 def time_peer(
-    pythons: Sequence[Path], peer: str, geometry: str, workload: Workload, *, measured_items: int, repeats: int
+    pythons: Sequence[Path], peer: str, geometry: str, workload: ScoreWorkload, *, measured_items: int, repeats: int
 ) -> PeerCase:
     """Measure one library in bfloat16. Failures are reported in the case's note.
 

@@ -28,7 +28,7 @@ from chunkattn.outputs import ScoreOutput
 from chunkattn.tools.bench.geometry import make_core, spec_of
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, resident_bytes, round_name
 from chunkattn.tools.bench.peak_rates import matmul_rate
-from chunkattn.tools.bench.sizes import BLOCK, Setup, Workload, pool_tokens
+from chunkattn.tools.bench.sizes import BLOCK, ScoreWorkload, Setup, pool_tokens
 
 LABELS = 9454, 2753
 EXTEND = "prefill_extend"
@@ -37,7 +37,7 @@ IN_ORDER = ("serial", *(name for name in ALGORITHMS if name != "serial"))
 
 
 @dataclass(frozen=True)
-class Case:
+class ScoreCase:
     """Row of the table, with medians over the rounds.
 
     Attributes:
@@ -87,7 +87,7 @@ class Case:
         return f"{self.algorithm}, cached" if self.cached else self.algorithm
 
 
-class Run(NamedTuple):
+class ScoreRun(NamedTuple):
     """Measurement of one scoring request: times in seconds, memory in bytes."""
 
     seconds: float
@@ -125,7 +125,7 @@ class ScoreBench:
         """Return `size` random token ids."""
         return self._rng.integers(0, self.vocab_size, size).tolist()
 
-    def items(self, workload: Workload) -> list[list[int]]:
+    def items(self, workload: ScoreWorkload) -> list[list[int]]:
         """Return the random items of a workload."""
         return [self.ids(workload.item_len) for _ in range(workload.items)]
 
@@ -152,7 +152,7 @@ class ScoreBench:
         call, backends = self.call(query, items), self.core.limits.backends
         return refusals(call, sliding_window=None, caching=True, backends=backends)
 
-    def run(self, query: list[int], items: list[list[int]], algorithm: str) -> Run:
+    def run(self, query: list[int], items: list[list[int]], algorithm: str) -> ScoreRun:
         """Run one scoring request, from its token ids to the scores.
 
         Args:
@@ -181,7 +181,7 @@ class ScoreBench:
                     call.take(event)
         output = call.result()
         seconds, peak = time.perf_counter() - began, peak_bytes()
-        return Run(
+        return ScoreRun(
             seconds,
             output,
             needed_flops(self.core.runner, requests, call.cached_query),
@@ -218,13 +218,13 @@ def needed_flops(runner: Runner, requests: Sequence[GenerateRequest | Precompute
 
 def run(
     setup: Setup,
-    workloads: Sequence[Workload],
+    workloads: Sequence[ScoreWorkload],
     algorithms: Sequence[str],
     *,
     serial_items: int = 4,
     kv_tokens: int | None = None,
     progress: Progress = nullcontext,
-) -> Iterator[list[Case]]:
+) -> Iterator[list[ScoreCase]]:
     """Yield the cases of each workload, measured on random weights.
 
     Args:
@@ -248,7 +248,7 @@ def run(
         served = [name for name in algorithms if name not in refused]
         if not served:
             raise RequestError(next(iter(refused.values())))
-        runs: dict[Key, list[Run]] = {}
+        runs: dict[Key, list[ScoreRun]] = {}
         for number in range(1 + setup.repeats):
             if number:
                 matmul = max(matmul, matmul_rate(setup.dtype))
@@ -269,8 +269,8 @@ Key = tuple[str, bool]
 
 
 def _round(
-    bench: ScoreBench, workload: Workload, algorithms: Sequence[str], serial_items: int, progress: Progress, number: str
-) -> list[tuple[Key, Run]]:
+    bench: ScoreBench, workload: ScoreWorkload, algorithms: Sequence[str], serial_items: int, progress: Progress, number: str
+) -> list[tuple[Key, ScoreRun]]:
     """Run every algorithm once; `prefill_extend` again with a cached query."""
     found = []
     for name in algorithms:
@@ -283,8 +283,8 @@ def _round(
     return found
 
 
-def _cases(workload: Workload, runs: dict[Key, list[Run]], picks: dict[bool, str], matmul: float) -> list[Case]:
-    cases: list[Case] = []
+def _cases(workload: ScoreWorkload, runs: dict[Key, list[ScoreRun]], picks: dict[bool, str], matmul: float) -> list[ScoreCase]:
+    cases: list[ScoreCase] = []
     serial = None
     for (name, cached), found in runs.items():
         first, measured = found[0], len(found[0].output.scores)
@@ -295,7 +295,7 @@ def _cases(workload: Workload, runs: dict[Key, list[Run]], picks: dict[bool, str
         predicted = [r.output.predicted_seconds[name] for r in found if name in r.output.predicted_seconds]
         growth = [r.growth for r in found if r.growth is not None]
         cases.append(
-            Case(
+            ScoreCase(
                 **asdict(workload),
                 algorithm=name,
                 cached=cached,

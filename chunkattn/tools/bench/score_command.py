@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from chunkattn.errors import ConfigError
 from chunkattn.picture import save_picture
 from chunkattn.terminal.commands import command, console, figures, print_lines
 from chunkattn.terminal.files import JsonFile, check_files, write_json
-from chunkattn.terminal.flags import check_positive, options_for, with_options
+from chunkattn.terminal.flags import check_choice, check_positive, options_for, with_options
 from chunkattn.terminal.progress import Rounds
 from chunkattn.tools.bench.command import PeerPython, Peers, group
-from chunkattn.tools.bench.sizes import Setup, Workload
+from chunkattn.tools.bench.sizes import ScoreWorkload, Setup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from chunkattn.tools.bench.peers import PeerCase
-    from chunkattn.tools.bench.score import Case
+    from chunkattn.tools.bench.score import ScoreCase
 
-C = TypeVar("C", "Case", "PeerCase")
+C = TypeVar("C", "ScoreCase", "PeerCase")
 
 
 @dataclass(frozen=True)
@@ -49,9 +48,9 @@ class Grid:
     kv_tokens: int | None = None
 
     @property
-    def workloads(self) -> list[Workload]:
+    def workloads(self) -> list[ScoreWorkload]:
         """Return all combinations of the sizes."""
-        return [*dict.fromkeys(Workload(q, n, size) for q, size, n in product(self.query, self.item_len, self.items))]
+        return [*dict.fromkeys(ScoreWorkload(q, n, size) for q, size, n in product(self.query, self.item_len, self.items))]
 
 
 @command(group)
@@ -70,11 +69,11 @@ def score(
     check_files(json_file, plot)
     check_positive(options)
     grid, setup = options_for(Grid, options), options_for(Setup, options)
-    if unknown := set(grid.algorithm) - set(IN_ORDER):
-        raise ConfigError(f"unknown algorithm {min(unknown)!r}; choose of {', '.join(IN_ORDER)}")
+    for name in grid.algorithm:
+        check_choice("algorithm", name, IN_ORDER)
     setup.check(max(grid.query) + max(grid.item_len))
     workloads, names = grid.workloads, [name for name in IN_ORDER if name in (grid.algorithm or IN_ORDER)]
-    cases: list[Case] = []
+    cases: list[ScoreCase] = []
     others: list[PeerCase] = []
     with Rounds() as rounds:
         for measured in run(setup, workloads, names, serial_items=grid.serial_items, kv_tokens=grid.kv_tokens, progress=rounds):
@@ -93,11 +92,11 @@ def score(
         _plot(cases, others, plot, setup.geometry)
 
 
-def _of(workload: Workload, cases: Iterable[C]) -> list[C]:
+def _of(workload: ScoreWorkload, cases: Iterable[C]) -> list[C]:
     return [case for case in cases if (case.query, case.items, case.item_len) == astuple(workload)]
 
 
-def _print(cases: list[Case], others: list[PeerCase], names: list[str], title: str) -> None:
+def _print(cases: list[ScoreCase], others: list[PeerCase], names: list[str], title: str) -> None:
     table = figures("", "seconds", "items/s", "ratio", "of peak", "rows", "predicted", "host MiB", title=title)
     for case in cases:
         table.add_row(
@@ -129,11 +128,11 @@ def _print(cases: list[Case], others: list[PeerCase], names: list[str], title: s
     print_lines([*notes, ""])
 
 
-def _plot(cases: list[Case], others: list[PeerCase], path: Path, geometry: str) -> None:
+def _plot(cases: list[ScoreCase], others: list[PeerCase], path: Path, geometry: str) -> None:
     from matplotlib.figure import Figure
 
     panels: dict[tuple[int, int], dict[str, dict[int, float]]] = {}
-    named: list[tuple[str, Case | PeerCase]] = [*((c.name, c) for c in cases), *((o.peer, o) for o in others)]
+    named: list[tuple[str, ScoreCase | PeerCase]] = [*((c.name, c) for c in cases), *((o.peer, o) for o in others)]
     for name, case in named:
         if case.items_per_s is not None:
             panels.setdefault((case.query, case.item_len), {}).setdefault(name, {})[case.items] = case.items_per_s

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkattn.errors import ConfigError
+from chunkattn.terminal.flags import check_choice
 
 CASES = ("prefill", "rag", "plain", "decode", "score")
 DEFAULT_CASES = ("prefill", "rag", "decode", "score")
@@ -42,8 +43,7 @@ class Setup:
             ConfigError: the geometry or dtype is unknown, or the model's positions end before the longest sequence.
         """
         check_geometry(self.geometry)
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ConfigError(f"unknown dtype {self.dtype!r}; choose float32 or bfloat16")
+        check_choice("dtype", self.dtype, ("float32", "bfloat16"))
         from chunkattn.tools.bench.geometry import GEOMETRIES
 
         if longest > (limit := GEOMETRIES[self.geometry].max_position_embeddings):
@@ -65,12 +65,11 @@ def check_geometry(name: str) -> None:
     """
     from chunkattn.tools.bench.geometry import GEOMETRIES
 
-    if name not in GEOMETRIES:
-        raise ConfigError(f"unknown geometry {name!r}; choose one of {', '.join(GEOMETRIES)}")
+    check_choice("geometry", name, GEOMETRIES)
 
 
 @dataclass(frozen=True)
-class Workload:
+class ScoreWorkload:
     """Token counts of a scoring request.
 
     Attributes:
@@ -124,9 +123,9 @@ class Sizes:
             raise ConfigError("a new order needs at least 2 documents, and a decode rate at least 2 tokens")
 
     @property
-    def score(self) -> Workload:
+    def score(self) -> ScoreWorkload:
         """Return the scoring request."""
-        return Workload(self.query, self.items, self.item_len)
+        return ScoreWorkload(self.query, self.items, self.item_len)
 
     @property
     def rag_tokens(self) -> int:

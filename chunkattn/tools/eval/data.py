@@ -6,9 +6,10 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from chunkattn.calls.decide_files import questions_of
 from chunkattn.calls.decide_states import read_state
@@ -32,6 +33,8 @@ class Question:
             each of `answers` is a whole answer.
     """
 
+    kind: ClassVar[str] = "questions"
+    counted: ClassVar[str] = "questions"
     line: int
     prefix: str
     documents: tuple[str, ...]
@@ -57,6 +60,8 @@ class Ranking:
         relevance: grade of each document; 0 is irrelevant.
     """
 
+    kind: ClassVar[str] = "rankings"
+    counted: ClassVar[str] = "queries"
     line: int
     query: str
     documents: tuple[str, ...]
@@ -74,6 +79,8 @@ class Decisions:
         answers: place of the right answer of each question: in its options or levels; of a predicate, 0 for yes and 1 for no.
     """
 
+    kind: ClassVar[str] = "decisions"
+    counted: ClassVar[str] = "states"
     line: int
     state: Any
     questions: tuple[Asked, ...]
@@ -155,6 +162,20 @@ def _object(text: str, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise RequestError(f"{place} must be a JSON object, got {type(value).__name__}")
     return value
+
+
+@contextmanager
+def at_line(number: int, *where: str) -> Iterator[None]:
+    """Name a line of the data in the errors about a block.
+
+    Args:
+        number: number of the line, from 1.
+        *where: more about the place.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{', '.join([f'line {number}', *where])}: {error}") from None
 
 
 class Fields:

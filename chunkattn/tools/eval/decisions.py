@@ -14,9 +14,8 @@ from chunkattn.calls.decide_questions import METHODS, ask
 from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import Answer, Choice, PredicateAnswer
 from chunkattn.decisions import Question as Asked
-from chunkattn.errors import RequestError
 from chunkattn.llm import LLM
-from chunkattn.tools.eval.data import Decisions
+from chunkattn.tools.eval.data import Decisions, at_line
 from chunkattn.tools.eval.measures import CONFIDENCE, Mean, mean_of
 from chunkattn.tools.eval.report import Row
 from chunkattn.tools.eval.results import Results, result_key
@@ -99,15 +98,13 @@ def examine(
     for line in lines:
         text, asked = read_state(line.state), [*map(repr, line.questions)]
         for way, given in found.items():
-            try:
+            with at_line(line.line):
                 tokens = _tokens(llm, text, line.questions, way.method, template_options)
                 fit = [scales] if way.calibrate == FITTED else []
                 key = result_key("decisions", *engine, text, asked, tokens, way.method, way.calibrate, *fit)
                 if key not in results:
                     values = [_ask(llm, text, own, way, template_options) for own in (line.questions, _turned(line.questions))]
                     results.add([{"key": key, "line": line.line, "way": way.name, "shares": values[0], "turned": values[1]}])
-            except RequestError as error:
-                raise RequestError(f"line {line.line}: {error}") from None
             given.shares.append([np.asarray(own) for own in results[key]["shares"]])
             turned = zip(line.questions, results[key]["turned"], strict=True)
             given.turned.append([np.asarray(own[::-1] if isinstance(q, Choice) else own) for q, own in turned])

@@ -20,7 +20,7 @@ from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.choice import longest
 from chunkattn.tools.eval.choices import Choices
 from chunkattn.tools.eval.conditions import GOLD, Condition, TokenizedQuestion
-from chunkattn.tools.eval.data import Question
+from chunkattn.tools.eval.data import Question, at_line
 from chunkattn.tools.eval.report import LOGPROB, RECALL, Values, answer_measures
 from chunkattn.tools.eval.results import Results, result_key
 
@@ -75,11 +75,9 @@ class Examiner:
         for condition in conditions:
             for number, question in enumerate(self.questions):
                 prompt, answer = self._longest(condition, number), self.prompts[number].answer
-                try:
+                with at_line(question.line, condition.name):
                     likelihood_job(self.llm.frontend, [prompt], [answer], condition.weighing)
                     generate_job(self.llm.frontend, [prompt], self._params, weighing=condition.weighing)
-                except RequestError as error:
-                    raise RequestError(f"line {question.line}, {condition.name}: {error}") from None
 
     @property
     def max_gap(self) -> int:

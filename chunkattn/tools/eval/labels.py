@@ -29,7 +29,7 @@ FEWEST = 20
 
 
 @dataclass(frozen=True)
-class Sample:
+class LabelSample:
     """Scores of the labels of one question.
 
     Attributes:
@@ -76,7 +76,7 @@ class Fit:
 
 def samples_of(
     llm: LLM, lines: Sequence[Decisions], given: Mapping[Way, Given], template_options: Mapping[str, Any] | None = None
-) -> dict[str, list[Sample]]:
+) -> dict[str, list[LabelSample]]:
     """Return the scores of all questions by the kind of their labels.
 
     Args:
@@ -85,7 +85,7 @@ def samples_of(
         given: answers in the ways of `SOURCES`.
         template_options: variables of the chat template.
     """
-    labels, found = llm.frontend.answer_labels(None, template_options), dict[str, list[Sample]]()
+    labels, found = llm.frontend.answer_labels(None, template_options), dict[str, list[LabelSample]]()
     for way in SOURCES:
         for place, (line, shares) in enumerate(zip(lines, given[way].shares, strict=True)):
             for number, (question, right, own) in enumerate(zip(line.questions, line.answers, shares, strict=True)):
@@ -95,11 +95,11 @@ def samples_of(
                 if asked.kind == "likelihood" and way.method != "likelihood":  # more options than letters, and no division
                     continue
                 scores = np.log(np.maximum(own[asked.order], 1e-30))
-                found.setdefault(asked.kind, []).append(Sample(place, asked.names, scores, asked.order.index(right)))
+                found.setdefault(asked.kind, []).append(LabelSample(place, asked.names, scores, asked.order.index(right)))
     return {kind: found[kind] for kind in LABEL_KINDS if kind in found}
 
 
-def calibrate_labels(samples: Mapping[str, Sequence[Sample]], lines: int) -> dict[str, Fit]:
+def calibrate_labels(samples: Mapping[str, Sequence[LabelSample]], lines: int) -> dict[str, Fit]:
     """Fit each kind of labels on one half of the lines, and measure it on the other half.
 
     Args:
@@ -127,7 +127,7 @@ def calibrate_labels(samples: Mapping[str, Sequence[Sample]], lines: int) -> dic
     return fits
 
 
-def fit(samples: Sequence[Sample]) -> LabelScale:
+def fit(samples: Sequence[LabelSample]) -> LabelScale:
     """Return the temperature and the biases with the smallest log loss.
 
     The biases of the labels that occur are bounded by a ridge of weight `RIDGE`. Their mean is 0.
@@ -161,7 +161,7 @@ def fit(samples: Sequence[Sample]) -> LabelScale:
     return LabelScale(round(temperature, 4), {name: round(float(own), 4) for name, own in zip(names, bias, strict=True)})
 
 
-def log_loss(sample: Sample, scale: LabelScale) -> float:
+def log_loss(sample: LabelSample, scale: LabelScale) -> float:
     """Return the negative log-probability of the right label, in nats.
 
     Args:

@@ -134,8 +134,7 @@ def _random(source: Sequence[Passage], recipe: Recipe) -> list[Line]:
         fitting = (p for p in passages if not containment(p.titled if recipe.titles else p.text, own.answers))
         others = _others(fitting, recipe.documents - 1, own)
         gold = rng.randrange(len(others) + 1)
-        listed = [*others[:gold], own, *others[gold:]]
-        lines.append(_line(recipe, listed, own.question, own.answers, [gold]))
+        lines.append(_line(recipe, [*others[:gold], own, *others[gold:]], own.question, own.answers, [own]))
     return lines
 
 
@@ -144,10 +143,7 @@ def _bm25(source: Sequence[Passage], recipe: Recipe) -> list[Line]:
     search, lines = _Search(source), []
     for place in _chosen(search.qualifying(_order(source, recipe)), source, recipe):
         own = source[place]
-        fitting = search.distractors(search.ranked(place), [own])
-        passages = [own, *_others(fitting, recipe.documents - 1, own)]
-        random.Random(f"{recipe.seed} {place}").shuffle(passages)
-        lines.append(_line(recipe, passages, own.question, own.answers, [passages.index(own)]))
+        lines.append(_line(recipe, search.passages(recipe, place), own.question, own.answers, [own]))
     return lines
 
 
@@ -157,12 +153,9 @@ def _two_hop(source: Sequence[Passage], recipe: Recipe) -> list[Line]:
     pairs = _pairs(source, search.qualifying(_order(source, recipe)))
     for first, second in _chosen(pairs, source, recipe, "pairs of questions"):
         both = [source[first], source[second]]
-        ranked = chain.from_iterable(zip(search.ranked(first), search.ranked(second), strict=True))
-        passages = [*both, *_others(search.distractors(ranked, both), recipe.documents - 2, both[0])]
-        random.Random(f"{recipe.seed} {first} {second}").shuffle(passages)
         question = "{}? And {}".format(*(own.question.strip().removesuffix("?") for own in both))
         answers = [f"{one} and {other}" for one in both[0].answers for other in both[1].answers]
-        line = _line(recipe, passages, question, answers, sorted(passages.index(own) for own in both))
+        line = _line(recipe, search.passages(recipe, first, second), question, answers, both)
         lines.append({**line, "answer_parts": [list(own.answers) for own in both]})
     return lines
 
@@ -197,14 +190,14 @@ def _others(fitting: Iterable[Passage], count: int, own: Passage) -> list[Passag
     return others
 
 
-def _line(recipe: Recipe, passages: Sequence[Passage], question: str, answers: Iterable[str], gold: list[int]) -> Line:
+def _line(recipe: Recipe, passages: Sequence[Passage], question: str, answers: Iterable[str], gold: Sequence[Passage]) -> Line:
     asked = question.strip()
     return {
         "prefix": recipe.prefix,
         "documents": [{"title": p.title, "text": p.text} if recipe.titles else p.text for p in passages],
         "question": f"Question: {asked}{'' if asked.endswith('?') else '?'}",
         "answers": list(answers),
-        "gold": gold,
+        "gold": sorted(passages.index(own) for own in gold),
     }
 
 
@@ -240,6 +233,14 @@ class _Search:
             best = np.argsort(-scores, kind="stable")[:TOP]
             if place in best and scores[place] > 0 and containment(own.text, own.answers):
                 yield place
+
+    def passages(self, recipe: Recipe, *places: int) -> list[Passage]:
+        """Return the gold passages of questions and the best others, in random order."""
+        gold = [self.source[place] for place in places]
+        ranked = chain.from_iterable(zip(*map(self.ranked, places), strict=True))
+        passages = [*gold, *_others(self.distractors(ranked, gold), recipe.documents - len(gold), gold[0])]
+        random.Random(" ".join(map(str, (recipe.seed, *places)))).shuffle(passages)
+        return passages
 
     def distractors(self, ranked: Iterable[int], gold: Sequence[Passage]) -> Iterator[Passage]:
         """Yield the passages of a ranking that hold no answer of the gold passages, every text once."""

@@ -137,12 +137,17 @@ def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> 
         change = mean_of(_logprobs(values, calibration) - control)
         text += f", and {change.mean:+.2f} {_interval(change)} against full attention with the same temperature and scale"
     text += f". The values change the log-probability by {gain.mean:+.2f} {_interval(gain)}"
+    return _advice(text, gain, "set these values", "keep the defaults")
+
+
+def _advice(text: str, gain: Mean, change: str, keep: str) -> str:
+    """Return a sentence that ends with what to do: to change something if the questions show a gain, else to keep it."""
     if gain.sign > 0:
-        return f"{text}: set these values."
+        return f"{text}: {change}."
     if gain.sign < 0:
-        return f"{text}, which makes it worse: keep the defaults."
+        return f"{text}, which makes it worse: {keep}."
     more = "" if _suffices(gain) else f", or {_more(gain, 'gain')}"
-    return f"{text}, but {_untold(gain, 'gain')}: keep the defaults{more}."
+    return f"{text}, but {_untold(gain, 'gain')}: {keep}{more}."
 
 
 def loss(change: Mean) -> str:
@@ -172,23 +177,23 @@ def focus_conclusion(values: Mapping[Condition, Values], best: Condition) -> str
         values: values by condition, texts measured, full attention among them.
         best: condition with the most right answers on other questions; without a focus, isolated documents had the most.
     """
-    own, full = values[best][CONTAINED], values[Condition("full")][CONTAINED]
-    beside = mean_of(own - full)
-    doubt = "" if beside.sign else ", which these questions cannot tell from none"
-    end = f"{beside.mean:+.2f} {_interval(beside)} against full attention{doubt}"
+    share, against_full = _contained(values, best)
     if best.focus is None:
-        return f"No focus that was tried has more right answers than isolated documents: {own.mean():.2f} contain it, {end}."
+        return f"No focus that was tried has more right answers than isolated documents: {share} contain it, {against_full}."
     gain = mean_of(focus_gain(values, best))
     text = (
-        f"With a focus, {best.focus.name}, {own.mean():.2f} of the answers contain the right one: {gain.mean:+.2f} "
-        f"{_interval(gain)} against isolated documents, {end}"
+        f"With a focus, {best.focus.name}, {share} of the answers contain the right one: {gain.mean:+.2f} "
+        f"{_interval(gain)} against isolated documents, {against_full}"
     )
-    if gain.sign > 0:
-        return f"{text}: pass focus={asdict(best.focus)}."
-    if gain.sign < 0:
-        return f"{text}. The focus makes it worse: leave it off."
-    more = "" if _suffices(gain) else f", or {_more(gain, 'gain')}"
-    return f"{text}, but {_untold(gain, 'gain')}: leave it off{more}."
+    return _advice(text, gain, f"pass focus={asdict(best.focus)}", "leave it off")
+
+
+def _contained(values: Mapping[Condition, Values], condition: Condition) -> tuple[str, str]:
+    """Return the share of answers that contain the right one, and its difference from full attention."""
+    shares, full = values[condition][CONTAINED], values[Condition("full")][CONTAINED]
+    change = mean_of(shares - full)
+    doubt = "" if change.sign else ", which these questions cannot tell from none"
+    return f"{shares.mean():.2f}", f"{change.mean:+.2f} {_interval(change)} against full attention{doubt}"
 
 
 def focus_hint(values: Mapping[Condition, Values]) -> str:
@@ -199,13 +204,11 @@ def focus_hint(values: Mapping[Condition, Values]) -> str:
     """
     tried = [condition for condition in values if condition.focus is not None and condition.focus.score != GOLD]
     best = max(tried, key=lambda condition: values[condition][CONTAINED].mean())
-    own, full = values[best][CONTAINED], values[Condition("full")][CONTAINED]
-    beside = mean_of(own - full)
-    doubt = "" if beside.sign else ", which these questions cannot tell from none"
+    share, against_full = _contained(values, best)
     return (
-        f"Of {len(tried)} ways to focus, {best.name} has the most right answers here: {own.mean():.2f} contain it, "
-        f"{beside.mean:+.2f} {_interval(beside)} against full attention{doubt}. The best of several looks better than it is: "
-        "`chunkattn calibrate --focus` chooses on one half of your questions and measures on the other."
+        f"Of {len(tried)} ways to focus, {best.name} has the most right answers here: {share} contain it, {against_full}. "
+        "The best of several looks better than it is: `chunkattn calibrate --focus` chooses on one half of your questions and "
+        "measures on the other."
     )
 
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunkattn.errors import ConfigError, EngineError
 from chunkattn.tools.flips.replies import Score, Tally, Tokens, read_scores, read_tokens
-from chunkattn.tools.load.client import Client
 from chunkattn.tools.load.workloads import GENERATIONS, LABELLED, SCORINGS, WORDS, Texts, generation_fields, scoring_fields
 
 _LIKELIEST = 5
 """Likeliest tokens asked for at each token; OpenAI's completions allow no more."""
-_LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FlipPlan:
     """Questions and conditions.
 
     Attributes:
@@ -73,56 +69,6 @@ class Plan:
     salted: bool = False
 
 
-class MissingRoute(ConfigError):
-    """Server without the route of a question."""
-
-
-class Refused(ConfigError):
-    """Request that the server understands as HTTP and refuses for its content or size."""
-
-
-class Asker:
-    """Sends questions to one server.
-
-    Args:
-        client: client of the server.
-        timeout_s: longest wait for an answer.
-    """
-
-    def __init__(self, client: Client, timeout_s: float) -> None:
-        self._client, self._timeout_s = client, timeout_s
-
-    async def __call__(self, path: str, body: dict[str, Any]) -> Any:
-        """Return the JSON of an answer.
-
-        Raises:
-            MissingRoute: the server has no such route.
-            Refused: the server refuses what the request says or its size.
-            ConfigError: the server refuses the request for another reason, such as a wrong key or a full queue.
-            EngineError: the server fails, gives no answer, or no JSON.
-        """
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                status, text = await self._client.ask(path, json.dumps(body).encode())
-        except TimeoutError:
-            raise EngineError(f"POST {path} had no answer within {self._timeout_s:g} s (--timeout-s)") from None
-        except OSError as error:
-            raise EngineError(f"POST {path} failed: {error or type(error).__name__}; is the server running?") from None
-        if status != 200:
-            kind = _ERRORS.get(status, ConfigError if status < 500 else EngineError)
-            raise kind(f"POST {path} answered {status}: {text[:_LONGEST_MESSAGE].decode(errors='replace')}")
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise EngineError(f"POST {path} gave no JSON") from None
-
-
-_ERRORS: dict[int, type[ConfigError]] = {
-    **dict.fromkeys((404, 405, 501), MissingRoute),
-    **dict.fromkeys((400, 413, 422), Refused),
-}
-"""Errors by status."""
-
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
 Round = Callable[[Tally], Awaitable[None]]
 
@@ -138,7 +84,7 @@ class Scoring:
 
     name, option = "scores", "--scoring"
 
-    def __init__(self, ask: Ask, plan: Plan, texts: Texts) -> None:
+    def __init__(self, ask: Ask, plan: FlipPlan, texts: Texts) -> None:
         assert plan.scoring is not None
         self._ask, self._plan, self._texts, self._form = ask, plan, texts, plan.scoring
         self._rng = random.Random(f"{plan.seed} scores")
@@ -231,7 +177,7 @@ class Generation:
 
     name, option = "texts", "--generation"
 
-    def __init__(self, ask: Ask, plan: Plan, texts: Texts) -> None:
+    def __init__(self, ask: Ask, plan: FlipPlan, texts: Texts) -> None:
         assert plan.generation is not None
         self._ask, self._plan, self._texts, self._form = ask, plan, texts, plan.generation
         self._rng = random.Random(f"{plan.seed} texts")

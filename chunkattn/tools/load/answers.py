@@ -129,7 +129,7 @@ class Scores:
         return None if len(found) == self._items else f"{len(found)} scores for {self._items} items"
 
 
-class Caller:
+class Sender:
     """Sends the requests of one workload to a server.
 
     Args:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chunkattn.tools.load.open_loop import OK, UNANSWERED, Record, Run
+from chunkattn.tools.load.open_loop import OK, UNANSWERED, LoadRun, Record
 
 _FEW = 100
 """Requests below which the 99th percentile is the maximum."""
@@ -137,7 +137,7 @@ def tpot(record: Record) -> float | None:
     return (record.tokens[-1] - record.tokens[0]) / (made - 1) if len(record.tokens) > 1 and made > 1 else None
 
 
-def summarize(run: Run, workload: str, rate: float, streamed: bool, objective: Objective, max_lag_ms: float) -> Summary:
+def summarize(run: LoadRun, workload: str, rate: float, streamed: bool, objective: Objective, max_lag_ms: float) -> Summary:
     """Return the figures of a run.
 
     Latencies are those of the requests that succeeded or got no answer in time. The latter count as infinite.
@@ -186,7 +186,7 @@ def _mean(values: Sequence[int | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _notes(run: Run, counted: int, unanswered: int, lags: Sequence[float], max_lag_ms: float) -> list[str]:
+def _notes(run: LoadRun, counted: int, unanswered: int, lags: Sequence[float], max_lag_ms: float) -> list[str]:
     notes = []
     if run.is_full:
         notes.append(

@@ -64,7 +64,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Form:
+class WireForm:
     """Sizes and wire format that all requests of a command share.
 
     Attributes:
@@ -144,7 +144,7 @@ class Source:
         seed: seed of the texts.
     """
 
-    def __init__(self, workload: Workload, form: Form, texts: Texts, seed: int) -> None:
+    def __init__(self, workload: Workload, form: WireForm, texts: Texts, seed: int | None) -> None:
         self._workload, self._form, self._texts = workload, form, texts
         self._rng = random.Random(f"{seed} {workload.name}")
         self._prefix = texts.draw(self._rng, form.prefix_tokens)
