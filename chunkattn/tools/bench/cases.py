@@ -148,8 +148,8 @@ class GenerateBench:
 
     def _score(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> Timing:
         self.engine.core.reset_prefix_cache()
-        found = self.engine.run(query, items, algorithm)
-        return Timing(found.seconds, None, found.flops, found.output.usage.cached_tokens)
+        run = self.engine.run(query, items, algorithm)
+        return Timing(run.seconds, None, run.flops, run.output.usage.cached_tokens)
 
     def warm_up_score(self) -> None:
         """Run every scoring algorithm that `auto` may take."""

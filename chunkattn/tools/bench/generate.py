@@ -155,9 +155,9 @@ class _Row:
 
     def case(self, weight_bytes: int, matmul: float, read: float) -> GenCase:
         """Return the row, with shares of the machine's rates in FLOP/s and bytes/s."""
-        found = [self.job.value(sample.seconds, sample.decode_rate) for sample in self.samples]
-        values = [value for value in found if value is not None]
-        if len(values) < len(found):
+        measured = [self.job.value(sample.seconds, sample.decode_rate) for sample in self.samples]
+        values = [value for value in measured if value is not None]
+        if len(values) < len(measured):
             raise EngineError(f"{self.job.name}: the sequences do not decode together for as many tokens")
         # A peer that failed in some round has no figure.
         theirs = self.peer_values if len(self.peer_values) == len(values) else []
@@ -209,10 +209,10 @@ class _Peer(ExitStack):
         try:
             sleep(_PAUSE_S)
             with self._progress(f"{job.name}, vllm, {number}"):
-                found = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
+                answer = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
             sleep(_PAUSE_S)
         except PeerError as error:
             self.note, self._process = f"failed: {error}", None
             self.close()
             return None
-        return job.value(found["seconds"], found["decode_rate"])
+        return job.value(answer["seconds"], answer["decode_rate"])

@@ -93,8 +93,8 @@ def time_peer(
                 prompts = [[*query.tolist(), *rng.integers(0, vocab, workload.item_len).tolist()] for _ in range(count)]
                 # vLLM gets the first item before the others, so that the query is in its cache.
                 batches = [batch for batch in (prompts[:1], prompts[1:]) if batch]
-                found = process.run(batches, 1, len(LABELS), labels=[label % vocab for label in LABELS])
-                seconds.append(found["seconds"])
+                answer = process.run(batches, 1, len(LABELS), labels=[label % vocab for label in LABELS])
+                seconds.append(answer["seconds"])
     except PeerError as error:
         return PeerCase(**asdict(workload), peer=peer, note=f"failed: {error}")
     median = statistics.median(seconds[1:])
@@ -238,10 +238,10 @@ def _for_vllm(python: Path) -> tuple[dict[str, str], str]:
     if jax.default_backend() == "gpu":
         return {}, ""
     folders = [python.parent.parent / "lib", *map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/local/lib"))]
-    found = {name: next((f / name for f in folders if (f / name).exists()), None) for name in _PRELOADED_LIBRARIES}
-    missing = [name for name, path in found.items() if path is None]
+    libraries = {name: next((f / name for f in folders if (f / name).exists()), None) for name in _PRELOADED_LIBRARIES}
+    missing = [name for name, path in libraries.items() if path is None]
     variables = {
-        "LD_PRELOAD": " ".join(str(path) for path in found.values() if path),
+        "LD_PRELOAD": " ".join(str(path) for path in libraries.values() if path),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_KVCACHE_SPACE": "4",

@@ -252,9 +252,9 @@ def run(
         for number in range(1 + setup.repeats):
             if number:
                 matmul = max(matmul, matmul_rate(setup.dtype))
-            for key, found in _round(bench, workload, served, serial_items, progress, round_name(number, setup.repeats)):
+            for key, measured in _round(bench, workload, served, serial_items, progress, round_name(number, setup.repeats)):
                 if number:  # the first round compiles
-                    runs.setdefault(key, []).append(found)
+                    runs.setdefault(key, []).append(measured)
         # Ask `auto` now that the cost model has measured the engine.
         picks = {False: bench.call(query, items).choice[0]}
         if EXTEND in served:
@@ -272,28 +272,28 @@ def _round(
     bench: ScoreBench, workload: ScoreWorkload, algorithms: Sequence[str], serial_items: int, progress: Progress, number: str
 ) -> list[tuple[Key, ScoreRun]]:
     """Run every algorithm once; `prefill_extend` again with a cached query."""
-    found = []
+    measured = []
     for name in algorithms:
         query, items = bench.ids(workload.query), bench.items(workload)
         with progress(f"{workload.name}, {name}, {number}"):
-            found.append(((name, False), bench.run(query, items[:serial_items] if name == "serial" else items, name)))
+            measured.append(((name, False), bench.run(query, items[:serial_items] if name == "serial" else items, name)))
         if name == EXTEND:
             with progress(f"{workload.name}, {name} cached, {number}"):
-                found.append(((name, True), bench.run(query, bench.items(workload), name)))
-    return found
+                measured.append(((name, True), bench.run(query, bench.items(workload), name)))
+    return measured
 
 
 def _cases(workload: ScoreWorkload, runs: dict[Key, list[ScoreRun]], picks: dict[bool, str], matmul: float) -> list[ScoreCase]:
     cases: list[ScoreCase] = []
     serial = None
-    for (name, cached), found in runs.items():
-        first, measured = found[0], len(found[0].output.scores)
+    for (name, cached), rounds in runs.items():
+        first, measured = rounds[0], len(rounds[0].output.scores)
         scale = workload.items / measured
-        seconds = statistics.median(r.seconds for r in found)
+        seconds = statistics.median(r.seconds for r in rounds)
         if name == "serial":
             serial = seconds * scale
-        predicted = [r.output.predicted_seconds[name] for r in found if name in r.output.predicted_seconds]
-        growth = [r.growth for r in found if r.growth is not None]
+        predicted = [r.output.predicted_seconds[name] for r in rounds if name in r.output.predicted_seconds]
+        growth = [r.growth for r in rounds if r.growth is not None]
         cases.append(
             ScoreCase(
                 **asdict(workload),
@@ -307,10 +307,10 @@ def _cases(workload: ScoreWorkload, runs: dict[Key, list[ScoreRun]], picks: dict
                 matmul_flops=matmul,
                 rows=round(first.output.usage.computed_tokens * scale),
                 padding=round(first.padding * scale),
-                compiles=max(r.compiles for r in found),
+                compiles=max(r.compiles for r in rounds),
                 predicted_s=statistics.median(predicted) * scale if predicted else None,
                 auto=picks.get(cached) == name,
-                peak_mib=max(r.peak for r in found) / 2**20,
+                peak_mib=max(r.peak for r in rounds) / 2**20,
                 growth_mib=max(growth) / 2**20 if growth else None,
             )
         )

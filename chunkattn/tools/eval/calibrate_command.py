@@ -83,28 +83,28 @@ def calibrate(
         say(f"warning: {few}")
     gaps = sorted(set(gap or GAPS))
     tried = _TrialLog(len(gaps)).tried
-    found = find(examiner, gaps=gaps, weighs=weighing, top_n=taken.options.focus, scores=taken.focus_scores, tried=tried)
-    rows = compare(found.values)
+    result = find(examiner, gaps=gaps, weighs=weighing, top_n=taken.options.focus, scores=taken.focus_scores, tried=tried)
+    rows = compare(result.values)
     notes = {
         "model": model_name(model),
         "document_template": llm.parser.documents.template,
         **taken.facts,
         "objective": "mean log-probability of a token of the gold answer",
-        **found.notes(),
+        **result.notes(),
     }
     report = {
-        **asdict(found.calibration),
+        **asdict(result.calibration),
         **notes,
-        "trials": [{**asdict(trial.calibration), "value": trial.value} for trial in found.trials],
+        "trials": [{**asdict(trial.calibration), "value": trial.value} for trial in result.trials],
         "rows": as_json(rows),
         "written": str(output),
     }
-    title = f"{model_name(model)}, {len(found.halves.report)} other questions of {taken.name}"
-    text = "\n".join(line for line in (found.conclusion, found.focus_conclusion) if line)
+    title = f"{model_name(model)}, {len(result.halves.report)} other questions of {taken.name}"
+    text = "\n".join(line for line in (result.conclusion, result.focus_conclusion) if line)
     show(rows, title, text, report, json_file, plot)
-    write_calibration(output, found.calibration, notes)
-    values = "gap {}, temperature {:g}, scale {:g}".format(*asdict(found.calibration).values())
-    off = "" if found.calibration == found.best else ", the defaults, because no gain was shown"
+    write_calibration(output, result.calibration, notes)
+    values = "gap {}, temperature {:g}, scale {:g}".format(*asdict(result.calibration).values())
+    off = "" if result.calibration == result.best else ", the defaults, because no gain was shown"
     _say_written(output, values + off, json_file)
 
 

@@ -41,9 +41,9 @@ class Condition:
     @property
     def name(self) -> str:
         """Return the name in tables, such as `shared, gap 64, T 0.8, S 0.8` or `reread 1 by likelihood, gap 8`."""
-        given, kind = self.calibration, _focus_name(self.focus) if self.focus else self.kind
-        parts = [f"gap {given.chunk_position_gap}"] if given.chunk_position_gap else []
-        parts += [f"T {given.chunk_temperature:g}", f"S {given.chunk_scale:g}"] if given.weighs else []
+        calibration, kind = self.calibration, _focus_name(self.focus) if self.focus else self.kind
+        parts = [f"gap {calibration.chunk_position_gap}"] if calibration.chunk_position_gap else []
+        parts += [f"T {calibration.chunk_temperature:g}", f"S {calibration.chunk_scale:g}"] if calibration.weighs else []
         return ", ".join([kind, *parts])
 
     @property

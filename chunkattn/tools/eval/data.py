@@ -44,7 +44,7 @@ class Question:
     answer_parts: tuple[tuple[str, ...], ...] | None = None
 
     @property
-    def wanted(self) -> tuple[tuple[str, ...], ...]:
+    def alternatives(self) -> tuple[tuple[str, ...], ...]:
         """Return lists of alternatives. A text contains the answer if it contains one alternative of each list."""
         return self.answer_parts or (self.answers,)
 
@@ -104,15 +104,15 @@ def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequ
         RequestError: the file cannot be read or is empty, a line is malformed, or the file mixes kinds. The
             message names the line, the field and the expected value.
     """
-    found: list[Line] = []
+    lines: list[Line] = []
     for fields in read_objects(path, limit):
         decides = fields.has("questions") or (fields.has("state") and not (fields.has("query") or fields.has("question")))
         kind = _decisions if decides else _ranking if fields.has("query") else _question
-        found.append(kind(fields))
-        if type(found[-1]) is not type(found[0]):
+        lines.append(kind(fields))
+        if type(lines[-1]) is not type(lines[0]):
             kinds = "questions (`question`), rankings (`query`) or decisions (`questions`)"
             raise RequestError(f"{fields.place}: a file holds {kinds}, not several of them")
-    return cast("Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]", found)
+    return cast("Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]", lines)
 
 
 def questions_from(lines: Iterable[Mapping[str, Any]], name: str) -> list[Question]:
@@ -222,8 +222,8 @@ class Fields:
 
     def documents(self) -> tuple[str, ...]:
         """Return the texts of the documents."""
-        found = self.listed("documents", "texts, or of objects with a `text` and perhaps a `title`", _is_document)
-        return tuple(map(_document, found))
+        values = self.listed("documents", "texts, or of objects with a `text` and perhaps a `title`", _is_document)
+        return tuple(map(_document, values))
 
 
 def _is_list(value: Any, accept: Callable[[Any], bool]) -> bool:

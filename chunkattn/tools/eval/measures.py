@@ -133,7 +133,7 @@ def ranking_measures(order: Sequence[int], relevance: Sequence[int]) -> dict[str
     run = [ScoredDoc("q", str(place), float(-rank)) for rank, place in enumerate(order)]
     if not any(relevance):
         return dict.fromkeys(RANKING_MEASURES, 0.0)
-    return {names[found.measure]: found.value for found in ir_measures.iter_calc(list(names), qrels, run)}
+    return {names[value.measure]: value.value for value in ir_measures.iter_calc(list(names), qrels, run)}
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def answer_measures(texts: Sequence[str], questions: Sequence[Question]) -> dict
     return {
         "exact match": np.asarray([exact_match(text, question.answers) for text, question in pairs]),
         "F1": np.asarray([token_f1(text, question.answers) for text, question in pairs]),
-        CONTAINED: np.asarray([containment_of_all(text, question.wanted) for text, question in pairs]),
+        CONTAINED: np.asarray([containment_of_all(text, question.alternatives) for text, question in pairs]),
     }
 
 
@@ -71,33 +71,33 @@ def compare(values: Mapping[Condition, Values]) -> list[Row]:
     """
     full = Condition("full")
     rows = []
-    for condition, own in values.items():
+    for condition, measures in values.items():
         control = Condition("full", Calibration(0, *condition.weighing))
         controlled = condition.calibration.weighs and condition.kind != "full" and control in values
         rows.append(
             Row(
                 condition.name,
-                {name: mean_of(listed) for name, listed in own.items()},
-                _difference(own, values[full]) if condition != full else None,
-                _difference(own, values[control]) if controlled else None,
+                {name: mean_of(numbers) for name, numbers in measures.items()},
+                _difference(measures, values[full]) if condition != full else None,
+                _difference(measures, values[control]) if controlled else None,
             )
         )
     return rows
 
 
-def compare_rankings(given: Values, ranked: Values) -> list[Row]:
+def compare_rankings(before: Values, ranked: Values) -> list[Row]:
     """Return a row for the given order of the documents, and one for the model's.
 
     Args:
-        given: measures of the given order.
-        ranked: measures of the model's order, query by query as in `given`.
+        before: measures of the given order.
+        ranked: measures of the model's order, query by query as in `before`.
     """
-    means = [{name: mean_of(listed) for name, listed in own.items()} for own in (given, ranked)]
-    return [Row("given order", means[0]), Row("ranked", means[1], _difference(ranked, given))]
+    means = [{name: mean_of(values) for name, values in measures.items()} for measures in (before, ranked)]
+    return [Row("given order", means[0]), Row("ranked", means[1], _difference(ranked, before))]
 
 
-def _difference(own: Values, other: Values) -> dict[str, Mean]:
-    return {name: mean_of(listed - other[name]) for name, listed in own.items() if name in other}
+def _difference(values: Values, other: Values) -> dict[str, Mean]:
+    return {name: mean_of(listed - other[name]) for name, listed in values.items() if name in other}
 
 
 def advised(values: Mapping[Condition, Values], calibration: Calibration) -> bool:
@@ -218,13 +218,13 @@ def ranking_conclusion(rows: Sequence[Row]) -> str:
     Args:
         rows: rows of `compare_rankings`.
     """
-    given, ranked = rows
+    before, ranked = rows
     assert ranked.against_full is not None
     name, change = "NDCG@10", ranked.against_full["NDCG@10"]
     how = "raises" if change.mean > 0 else "lowers" if change.mean < 0 else "keeps"
     doubt = "" if change.sign else f", but {_untold(change, 'change', 'queries', 3)}"
     return (
-        f"The model's ranking {how} {name} of the given order, {given.means[name].mean:.3f} to {ranked.means[name].mean:.3f} "
+        f"The model's ranking {how} {name} of the given order, {before.means[name].mean:.3f} to {ranked.means[name].mean:.3f} "
         f"(difference {change.mean:+.3f}, {_interval(change, 3)[1:-1]}){doubt}. Every document is scored exactly as if it "
         "were sent alone, so isolation costs a ranking nothing and there is nothing to set."
     )
@@ -301,12 +301,12 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     Args:
         rows: rows of a comparison.
     """
-    found = [asdict(row) for row in rows]
-    for row, fields in zip(rows, found, strict=True):
+    listed = [asdict(row) for row in rows]
+    for row, fields in zip(rows, listed, strict=True):
         for place in ("against_full", "against_control"):
             for name, change in (getattr(row, place) or {}).items():
                 fields[place][name]["resolution"] = change.resolution
-    return [_finite(fields) for fields in found]
+    return [_finite(fields) for fields in listed]
 
 
 def _finite(value: Any) -> Any:

@@ -88,14 +88,13 @@ class Scoring:
         assert plan.scoring is not None
         self._ask, self._plan, self._texts, self._form = ask, plan, texts, plan.scoring
         self._rng = random.Random(f"{plan.seed} scores")
-        self._queries = [texts.draw(self._rng, plan.query_tokens) for _ in range(plan.queries)]
-        self._items = [[self._target() for _ in range(plan.items)] for _ in self._queries]
-        self._first: list[list[Score]] = []
+        queries = [texts.draw(self._rng, plan.query_tokens) for _ in range(plan.queries)]
+        self._asked = [(query, [self._target() for _ in range(plan.items)], list[Score]()) for query in queries]
 
     async def first(self) -> None:
         """Ask every item for the first time, alone in its request."""
-        for query, items in zip(self._queries, self._items, strict=True):
-            self._first.append([(await self._scores(query, [item]))[0] for item in items])
+        for query, items, first in self._asked:
+            first += [(await self._scores(query, [item]))[0] for item in items]
 
     def conditions(self) -> list[tuple[str, Round]]:
         """Return the conditions without load."""
@@ -105,31 +104,30 @@ class Scoring:
     async def loaded(self, tally: Tally) -> None:
         """Ask every item alone and all items with new others, since a server may keep the score of an equal request."""
         await self._alone(tally, anew=True)
-        await self._company(len(self._items[0]) + 3)(tally)
+        await self._company(self._plan.items + 3)(tally)
 
     def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
         """Return a request of new items, half of the time behind a query that is compared."""
-        query = rng.choice([rng.choice(self._queries), self._texts.draw(rng, self._plan.query_tokens)])
+        query = rng.choice([rng.choice(self._asked)[0], self._texts.draw(rng, self._plan.query_tokens)])
         return self._request(query, [self._stranger(rng) for _ in range(rng.randint(1, 16))])
 
     async def _alone(self, tally: Tally, *, anew: bool = False) -> None:
-        for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
-            found = [(await self._scores(query, [item], anew=anew))[0] for item in items]
-            self._compare(tally, place, found)
+        for query, items, first in self._asked:
+            self._compare(tally, first, [(await self._scores(query, [item], anew=anew))[0] for item in items])
 
     async def _orders(self, tally: Tally) -> None:
-        for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
+        for query, items, first in self._asked:
             order = _other_order(self._rng, len(items))
             scores = await self._scores(query, [items[index] for index in order], anew=True)
-            self._compare(tally, place, [score for _, score in sorted(zip(order, scores, strict=True))])
+            self._compare(tally, first, [score for _, score in sorted(zip(order, scores, strict=True))])
 
     def _company(self, count: int) -> Round:
         """Return the condition in which every item has `count` others; half of them at most are compared too."""
 
         async def ask(tally: Tally) -> None:
             size = max(1, (count + 1) // 2)
-            for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
-                found: dict[int, Score] = {}
+            for query, items, first in self._asked:
+                scored: dict[int, Score] = {}
                 order = self._rng.sample(range(len(items)), len(items))
                 for at in range(0, len(order), size):
                     group = order[at : at + size]
@@ -137,13 +135,13 @@ class Scoring:
                     asked: list[tuple[int | None, str]] = [*((index, items[index]) for index in group), *others]
                     self._rng.shuffle(asked)
                     scores = await self._scores(query, [text for _, text in asked], anew=True)
-                    found |= {index: score for (index, _), score in zip(asked, scores, strict=True) if index is not None}
-                self._compare(tally, place, [found[index] for index in range(len(items))])
+                    scored |= {index: score for (index, _), score in zip(asked, scores, strict=True) if index is not None}
+                self._compare(tally, first, [scored[index] for index in range(len(items))])
 
         return ask
 
-    def _compare(self, tally: Tally, place: int, found: Sequence[Score]) -> None:
-        tally.add_scores(self._first[place], found, is_labelled=self._form in LABELLED)
+    def _compare(self, tally: Tally, first: Sequence[Score], now: Sequence[Score]) -> None:
+        tally.add_scores(first, now, is_labelled=self._form in LABELLED)
 
     async def _scores(self, query: str, items: Sequence[str], *, anew: bool = False) -> list[Score]:
         path, body = self._request(query, items)

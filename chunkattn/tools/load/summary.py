@@ -40,8 +40,8 @@ class Spread:
         """
         if not seconds:
             return None
-        found = np.percentile(np.asarray(seconds, np.float64), (50, 90, 99, 100), method="inverted_cdf")
-        return cls(*(1000 * value if math.isfinite(value) else None for value in found.tolist()))
+        percentiles = np.percentile(np.asarray(seconds, np.float64), (50, 90, 99, 100), method="inverted_cdf")
+        return cls(*(1000 * value if math.isfinite(value) else None for value in percentiles.tolist()))
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ def summarize(run: LoadRun, workload: str, rate: float, streamed: bool, objectiv
     left = [record for record in run.records if record.status == UNANSWERED]
     seconds = max(run.ended - run.began, 1e-9)
     good = sum(objective.is_met(record, streamed) for record in succeeded)
-    first = [found for record in succeeded if (found := ttft(record)) is not None]
-    first += [math.inf if (found := ttft(record)) is None else found for record in left]
+    first = [time for record in succeeded if (time := ttft(record)) is not None]
+    first += [math.inf if (time := ttft(record)) is None else time for record in left]
     lags = [max(0.0, record.sent - record.due) for record in run.records if not math.isnan(record.sent)]
     gaps = [b - a for record in succeeded for a, b in zip(record.tokens, record.tokens[1:])]
     return Summary(
@@ -170,7 +170,7 @@ def summarize(run: LoadRun, workload: str, rate: float, streamed: bool, objectiv
         good / seconds if objective.bounds(streamed) else None,
         Spread.of([latency(record) for record in (*succeeded, *left)]),
         Spread.of(first) if streamed else None,
-        Spread.of([found for record in succeeded if (found := tpot(record)) is not None]),
+        Spread.of([time for record in succeeded if (time := tpot(record)) is not None]),
         Spread.of(gaps),
         _mean([record.prompt_tokens for record in succeeded]),
         _mean([record.completion_tokens for record in succeeded]) if streamed else None,

@@ -50,11 +50,11 @@ async def served_model(client: Client) -> str:
     """Return the first model that the server lists.
 
     Raises:
-        ConfigError: the server cannot be reached, refuses, or lists none.
+        ConfigError: the server refuses, or lists none.
+        EngineError: the server cannot be reached, or fails.
     """
-    answer = await client.json("/v1/models")
     try:
-        return str(answer["data"][0]["id"])
+        return str((await client.json("/v1/models"))["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
         raise ConfigError("GET /v1/models lists no model; name one with --model") from None
 
@@ -62,11 +62,9 @@ async def served_model(client: Client) -> str:
 async def is_ours(client: Client) -> bool:
     """Return whether the server lists a model of this project's."""
     try:
-        answer = await client.json("/v1/models")
-    except ChunkAttnError:
+        return any(model.get("owned_by") == "chunkattn" for model in (await client.json("/v1/models"))["data"])
+    except (ChunkAttnError, KeyError, TypeError, AttributeError):
         return False
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    return any(isinstance(model, dict) and model.get("owned_by") == "chunkattn" for model in listed or ())
 
 
 async def tokenize(client: Client, model: str, text: str) -> list[int]:
@@ -105,10 +103,10 @@ async def tokenizer_of(client: Client, model: str, name: str | None) -> Callable
 
 async def label_ids(tokens: Callable[[str], Awaitable[list[int]]]) -> tuple[int, ...]:
     """Return one token id for each of `LABELS`, the last of its text."""
-    found = tuple([ids[-1] for label in LABELS if (ids := await tokens(label))])
-    if len(set(found)) != len(LABELS):
+    ids_of_labels = tuple([ids[-1] for label in LABELS if (ids := await tokens(label))])
+    if len(set(ids_of_labels)) != len(LABELS):
         raise ConfigError(f"the tokenizer does not tell {' and '.join(LABELS)} apart; choose another --scoring")
-    return found
+    return ids_of_labels
 
 
 async def sweep(
