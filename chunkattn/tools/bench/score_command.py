@@ -15,8 +15,8 @@ from chunkattn.terminal.commands import command, console, figures, print_lines
 from chunkattn.terminal.files import JsonFile, check_files, write_json
 from chunkattn.terminal.flags import check_choice, check_positive, options_for, with_options
 from chunkattn.terminal.progress import Rounds
-from chunkattn.tools.bench.command import PeerPython, Peers, group
-from chunkattn.tools.bench.sizes import ScoreWorkload, Setup
+from chunkattn.tools.bench.command import group
+from chunkattn.tools.bench.sizes import PeerOptions, ScoreWorkload, Setup
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,10 +54,8 @@ class Grid:
 
 
 @command(group)
-@with_options((Grid, None), (Setup, None))
+@with_options((Grid, None), (Setup, None), (PeerOptions, None))
 def score(
-    peers: Peers = False,
-    peer_python: PeerPython = None,
     json_file: JsonFile = None,
     plot: Annotated[Path | None, typer.Option("--png", "--plot", help="File for a plot (.png, .svg, .pdf).")] = None,
     **options: Any,
@@ -68,7 +66,7 @@ def score(
 
     check_files(json_file, plot)
     check_positive(options)
-    grid, setup = options_for(Grid, options), options_for(Setup, options)
+    grid, setup, libraries = options_for(Grid, options), options_for(Setup, options), options_for(PeerOptions, options)
     for name in grid.algorithm:
         check_choice("algorithm", name, IN_ORDER)
     setup.check(max(grid.query) + max(grid.item_len))
@@ -78,11 +76,11 @@ def score(
     with Rounds() as rounds:
         for measured in run(setup, workloads, names, serial_items=grid.serial_items, kv_tokens=grid.kv_tokens, progress=rounds):
             cases += measured
-        for workload, peer in product(workloads, PEERS) if peers else ():
+        for workload, peer in product(workloads, PEERS) if libraries.peers else ():
             most = grid.serial_items if peer == "transformers" else workload.items
             sizes = {"measured_items": min(workload.items, most), "repeats": min(setup.repeats, 3)}
             with rounds(f"{workload.name}, {peer}, all rounds"):
-                others.append(time_peer(peer_python or [], peer, setup.geometry, workload, **sizes))
+                others.append(time_peer(libraries.peer_python, peer, setup.geometry, workload, **sizes))
     model = {"geometry": setup.geometry, "dtype": setup.dtype}
     if write_json({**model, "cases": [*map(asdict, cases)], "peers": [*map(asdict, others)]}, json_file):
         for workload in workloads:

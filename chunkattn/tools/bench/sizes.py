@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from chunkattn.errors import ConfigError
 from chunkattn.terminal.flags import check_choice
@@ -55,6 +56,19 @@ class Setup:
         from chunkattn.tools.bench.geometry import default_block_size
 
         return self.block_size or default_block_size(self.geometry)
+
+
+@dataclass(frozen=True)
+class PeerOptions:
+    """Other libraries to measure.
+
+    Attributes:
+        peers: measure other libraries as well, in processes of their own.
+        peer_python: Python interpreter with a peer installed; repeatable.
+    """
+
+    peers: bool = False
+    peer_python: tuple[Path, ...] = ()
 
 
 def check_geometry(name: str) -> None:

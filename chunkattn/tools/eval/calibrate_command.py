@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.markup import escape
 
 from chunkattn.calibration import FILE_NAME, OFF, write_calibration, write_label_scales
@@ -15,7 +14,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.terminal.commands import Model, Verbose, app, command, console, figures, log_to_stderr, make_llm
 from chunkattn.terminal.files import JsonFile, Plot, check_file, check_files, write_json
-from chunkattn.terminal.flags import with_options
+from chunkattn.terminal.flags import options_for, with_options
 from chunkattn.terminal.progress import Steps, say
 from chunkattn.tools.eval.data_options import (
     ENGINE,
@@ -27,6 +26,7 @@ from chunkattn.tools.eval.data_options import (
     model_name,
     take_data,
 )
+from chunkattn.tools.eval.search import GAPS
 from chunkattn.tools.eval.tables import interval, show
 
 if TYPE_CHECKING:
@@ -34,18 +34,25 @@ if TYPE_CHECKING:
     from chunkattn.tools.eval.search import Trial
 
 
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of the search, and the file of its result.
+
+    Attributes:
+        output: file to write, for the option chunk_calibration.
+        gap: gap of the coarse grid; repeatable.
+        weighing: search temperature and scale as well as the gap.
+    """
+
+    output: Path = Path(FILE_NAME)
+    gap: tuple[int, ...] = GAPS
+    weighing: bool = True
+
+
 @command(app)
-@with_options((EvalOptions, None), (RecipeOptions, None), (EngineConfig, None, ENGINE))
+@with_options((SearchOptions, None), (EvalOptions, None), (RecipeOptions, None), (EngineConfig, None, ENGINE))
 def calibrate(
-    data: Data,
-    output: Annotated[Path, typer.Option(help="File to write, for the option chunk_calibration.")] = Path(FILE_NAME),
-    model: Model = None,
-    gap: Annotated[list[int] | None, typer.Option(help="Gap of the coarse grid; repeatable. Default: 0, 16, 64, 256.")] = None,
-    weighing: Annotated[bool, typer.Option(help="Search temperature and scale as well as the gap.")] = True,
-    json_file: JsonFile = None,
-    plot: Plot = None,
-    verbose: Verbose = False,
-    **options: Any,
+    data: Data, model: Model = None, json_file: JsonFile = None, plot: Plot = None, verbose: Verbose = False, **options: Any
 ) -> None:
     """Find a model's chunk gap, temperature and scale, or its calibration of labels, on half of your data; measure the rest."""
     log_to_stderr(verbose)
@@ -55,24 +62,24 @@ def calibrate(
     from chunkattn.tools.eval.data import Decisions, Question
     from chunkattn.tools.eval.examiner import Examiner
     from chunkattn.tools.eval.report import as_json, compare
-    from chunkattn.tools.eval.search import GAPS
 
     check_files(json_file, plot)
-    check_file(output)
-    if gap and min(gap) < 0:
-        raise ConfigError(f"--gap must be at least 0, got {min(gap)}")
+    how = options_for(SearchOptions, options)
+    check_file(how.output)
+    if min(how.gap) < 0:
+        raise ConfigError(f"--gap must be at least 0, got {min(how.gap)}")
     taken = take_data(data, options)
     engine = {"chunk_calibration": OFF, **{name: options[name] for name in ENGINE.split()}}
     if taken.of(Decisions):
-        if gap or not weighing or plot is not None:
+        if how.gap != GAPS or not how.weighing or plot is not None:
             raise ConfigError(f"--gap, --no-weighing and --plot are for questions over documents; {data} holds decisions")
-        _fit_labels(make_llm(model, **engine), taken, output, model_name(model), json_file)
+        _fit_labels(make_llm(model, **engine), taken, how.output, model_name(model), json_file)
         return
     if not (questions := taken.of(Question)):
         reason = "calibrate needs questions or decisions, because scores are exact without a calibration"
         raise RequestError(f"{data} holds rankings; {reason}")
     searched = len(halves_of(len(questions)).search)
-    weights = 0.8 if weighing else None  # any value unlike 1 builds an engine with a calibration
+    weights = 0.8 if how.weighing else None  # any value unlike 1 builds an engine with a calibration
     llm = make_llm(model, max_chunk_len=NO_CHUNK_LIMIT, chunk_temperature=weights, **engine)
     examiner = Examiner(llm, questions, tokenize(llm.parser, questions), taken.results, max_tokens=taken.max_tokens)
     say(
@@ -81,9 +88,9 @@ def calibrate(
     )
     if few := few_questions(len(questions)):
         say(f"warning: {few}")
-    gaps = sorted(set(gap or GAPS))
+    gaps = sorted(set(how.gap))
     tried = _TrialLog(len(gaps)).tried
-    result = find(examiner, gaps=gaps, weighs=weighing, top_n=taken.options.focus, scores=taken.focus_scores, tried=tried)
+    result = find(examiner, gaps=gaps, weighs=how.weighing, top_n=taken.options.focus, scores=taken.focus_scores, tried=tried)
     rows = compare(result.values)
     notes = {
         "model": model_name(model),
@@ -97,15 +104,15 @@ def calibrate(
         **notes,
         "trials": [{**asdict(trial.calibration), "value": trial.value} for trial in result.trials],
         "rows": as_json(rows),
-        "written": str(output),
+        "written": str(how.output),
     }
     title = f"{model_name(model)}, {len(result.halves.report)} other questions of {taken.name}"
     text = "\n".join(line for line in (result.conclusion, result.focus_conclusion) if line)
     show(rows, title, text, report, json_file, plot)
-    write_calibration(output, result.calibration, notes)
+    write_calibration(how.output, result.calibration, notes)
     values = "gap {}, temperature {:g}, scale {:g}".format(*asdict(result.calibration).values())
     off = "" if result.calibration == result.best else ", the defaults, because no gain was shown"
-    _say_written(output, values + off, json_file)
+    _say_written(how.output, values + off, json_file)
 
 
 class _TrialLog:

@@ -27,25 +27,36 @@ from chunkattn.tools.load.workloads import GENERATIONS, LABELLED, SCORINGS, WORD
 _NONE = "none"
 _DIFFERENT = 1
 """Exit code when any answer differs."""
-_SERVER, _QUESTIONS, _CONDITIONS = "Server", "Questions", "Conditions"
 _SIZES = (
     "scoring generation queries items prompts documents query_tokens item_tokens prefix_tokens document_tokens question_tokens "
     "output_tokens ignore_eos seed"
 )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Options beside those of the plan.
+
+    Attributes:
+        api_key: API key of the server.
+        company: numbers of other items that an item is scored with, separated by commas.
+    """
+
+    api_key: str | None = None
+    company: str = "1,7,50"
+
+
 @command(app)
-@with_options((FlipPlan, _SERVER, "model timeout_s"), (FlipPlan, _QUESTIONS, _SIZES), (FlipPlan, _CONDITIONS, "rounds load"))
+@with_options(
+    (Asked, "Server", "api_key"),
+    (FlipPlan, "Server", "model timeout_s"),
+    (FlipPlan, "Questions", _SIZES),
+    (Asked, "Conditions", "company"),
+    (FlipPlan, "Conditions", "rounds load"),
+)
 def flips(
     url: Annotated[str, typer.Argument(help="Base URL of the server, with or without /v1.", show_default=False)],
-    api_key: Annotated[str | None, typer.Option(help="API key of the server.", rich_help_panel=_SERVER)] = None,
     tokenizer: Tokenizer = None,
-    company: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of other items that an item is scored with, separated by commas.", rich_help_panel=_CONDITIONS
-        ),
-    ] = "1,7,50",
     json_file: JsonFile = None,
     **options: Any,
 ) -> None:
@@ -61,9 +72,9 @@ def flips(
     check_files(json_file)
     check_positive({name: value for name, value in options.items() if name != "seed"})
     options |= _chosen(**options) | ({"seed": random_seed()} if options["seed"] is None else {})
-    others = dict.fromkeys(numbers_in("--company", company, int, "1,7,50"))
+    others = dict.fromkeys(numbers_in("--company", options.pop("company"), int, "1,7,50"))
+    client = Client(url, options.pop("api_key"), name="URL")
     plan = FlipPlan(company=tuple(others), **options)
-    client = Client(url, api_key, name="URL")
     report = FlipReport({"server": url, "client": f"chunkattn {chunkattn.__version__}"}, plan)
     with reporting(report, report.results, lambda: _show(report, json_file)):
         asyncio.run(_measure(client, tokenizer, report))

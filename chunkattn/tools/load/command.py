@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 import chunkattn
@@ -30,12 +29,10 @@ from chunkattn.tools.load.summary import Objective, Spread, Summary
 from chunkattn.tools.load.sweep import LoadPlan, random_seed, served_model, sweep, tokenizer_of
 from chunkattn.tools.load.workloads import GENERATIONS, SCORINGS, WireForm, Workload
 
-_WORKLOADS = ("rag-8x100", "rerank-10x300")
 _OTHER_FILES = 64
 """Files that the client may have open beside its connections."""
-_SERVER, _REQUESTS, _GOOD, _BOUNDS = "Server", "Requests", "Objective", "Bounds"
+_SERVER, _REQUESTS = "Server", "Requests"
 _FORM = "generation scoring prefix_tokens question_tokens output_tokens item_tokens document_pool ignore_eos"
-_ARRIVALS, _LIMITS = "seconds requests seed", "max_in_flight drain_s warm_up_s max_lag_ms"
 
 
 @dataclass(frozen=True)
@@ -111,35 +108,41 @@ class Target:
                 server.end()
 
 
-def _milliseconds(what: str) -> Any:
-    return typer.Option(help=f"Longest {what} of a good request, in milliseconds.", rich_help_panel=_GOOD)
+@dataclass(frozen=True)
+class Offer:
+    """Offered requests.
+
+    Attributes:
+        workload: rag-DOCUMENTSxTOKENS or rerank-ITEMSxTOKENS, the tokens being those of a document or of the query; repeatable.
+        rates: requests per second, separated by commas.
+        slo_latency_ms: longest time to the end of the answer of a good request, in milliseconds.
+        slo_ttft_ms: longest time to the first token of a good request, in milliseconds.
+        slo_tpot_ms: longest mean time per token after the first of a good request, in milliseconds.
+    """
+
+    workload: tuple[str, ...] = ("rag-8x100", "rerank-10x300")
+    rates: str = "1,2,4"
+    slo_latency_ms: float | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
 
 
 @command(group)
-@with_options((Target, _SERVER), (WireForm, _REQUESTS, _FORM), (LoadPlan, _REQUESTS, _ARRIVALS), (LoadPlan, _BOUNDS, _LIMITS))
-def serve(
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="rag-DOCUMENTSxTOKENS or rerank-ITEMSxTOKENS, the tokens being those of a document or of the query; "
-            f"repeatable. Default: {', '.join(_WORKLOADS)}.",
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    rates: Annotated[str, typer.Option(help="Requests per second, separated by commas.", rich_help_panel=_REQUESTS)] = "1,2,4",
-    slo_latency_ms: Annotated[float | None, _milliseconds("time to the end of the answer")] = None,
-    slo_ttft_ms: Annotated[float | None, _milliseconds("time to the first token")] = None,
-    slo_tpot_ms: Annotated[float | None, _milliseconds("mean time per token after the first")] = None,
-    json_file: JsonFile = None,
-    **options: Any,
-) -> None:
+@with_options(
+    (Target, _SERVER),
+    (Offer, _REQUESTS, "workload rates"),
+    (WireForm, _REQUESTS, _FORM),
+    (LoadPlan, _REQUESTS, "seconds requests seed"),
+    (Offer, "Objective", "slo_latency_ms slo_ttft_ms slo_tpot_ms"),
+    (LoadPlan, "Bounds", "max_in_flight drain_s warm_up_s max_lag_ms"),
+)
+def serve(json_file: JsonFile = None, **options: Any) -> None:
     """Measure latency, first token and goodput of a server while requests arrive at a rate, whether or not it keeps up."""
     check_files(json_file)
     check_positive({name: value for name, value in options.items() if name not in ("document_pool", "seed")})
     options["seed"] = random_seed() if options["seed"] is None else options["seed"]
-    check_positive({"slo_latency_ms": slo_latency_ms, "slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms})
-    workloads = tuple(Workload.parse(name) for name in dict.fromkeys(workload or _WORKLOADS))
-    target = options_for(Target, options)
+    offer, target = options_for(Offer, options), options_for(Target, options)
+    workloads = tuple(map(Workload.parse, dict.fromkeys(offer.workload)))
     form = options_for(WireForm, options, model=target.model or "")
     _check_choices(form, workloads)
     target.check()
@@ -147,8 +150,8 @@ def serve(
         LoadPlan,
         options,
         workloads=workloads,
-        rates=numbers_in("--rates", rates, float, "1,2,4"),
-        objective=Objective(slo_latency_ms, slo_ttft_ms, slo_tpot_ms),
+        rates=numbers_in("--rates", offer.rates, float, "1,2,4"),
+        objective=Objective(offer.slo_latency_ms, offer.slo_ttft_ms, offer.slo_tpot_ms),
     )
     _check_open_files(plan.max_in_flight)
     report = LoadReport(target.facts(), plan, form)
