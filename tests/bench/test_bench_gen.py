@@ -125,7 +125,7 @@ def test_the_decode_clock_counts_the_steps_that_all_sequences_share(monkeypatch)
 
 @pytest.mark.ci
 def test_jobs_of_documents_share_them_in_a_new_order():
-    bench = GenerateBench(SETUP, SIZES, ["rag"])
+    bench = GenerateBench(SETUP, replace(SIZES, case=("rag",)))
     cold, warm = bench.rag()
     ((first,),), ((second,),) = cold.batches, warm.batches
     assert len(first) == len(second) == SIZES.rag_tokens == 69
@@ -138,7 +138,7 @@ def test_jobs_of_documents_share_them_in_a_new_order():
 
 @pytest.mark.ci
 def test_plain_prompts_of_documents_find_the_prefix_alone():
-    bench = GenerateBench(SETUP, replace(SIZES, prefix_tokens=16), ["plain"])
+    bench = GenerateBench(SETUP, replace(SIZES, prefix_tokens=16, case=("plain",)))
     cold, warm = bench.plain()
     assert [job.name for job in (cold, warm)] == ["plain cold 3 x 20 + 5", "plain warm 3 x 20 + 5"]
     assert cold.measure().flops > bench.rag()[0].measure().flops  # every document sees those before it
@@ -146,7 +146,7 @@ def test_plain_prompts_of_documents_find_the_prefix_alone():
 
 
 def test_operations_of_a_prompt_count_its_first_token():
-    bench = GenerateBench(SETUP, SIZES, ["prefill"])
+    bench = GenerateBench(SETUP, replace(SIZES, case=("prefill",)))
     runner, (job,) = bench.engine.core.runner, bench.prefill(20)
     pairs = 20 * 21 / 2
     assert job.measure().flops == 20 * runner.row_flops + pairs * runner.pair_flops + 2 * 8 * 50
@@ -184,10 +184,10 @@ def test_rounds_take_turns_with_vllm(tmp_path):
 @pytest.mark.slow
 def test_vllm_that_fails_has_no_figures_and_says_why(tmp_path):
     python, _ = fake_vllm(tmp_path, fails_at=3)
-    report = run(SETUP, SIZES, ["prefill"], pythons=[python])
+    report = run(SETUP, replace(SIZES, case=("prefill",)), pythons=[python])
     assert report.peer_note == "failed: RuntimeError: out of memory"
     assert [(len(case.values), case.peer_values, case.ratio) for case in report.cases] == [(2, (), None)] * 2
-    report = run(replace(SETUP, repeats=1), SIZES, ["prefill"], pythons=[Path("/nowhere/python")])
+    report = run(replace(SETUP, repeats=1), replace(SIZES, case=("prefill",)), pythons=[Path("/nowhere/python")])
     assert report.peer_note == "not measured: none of the interpreters given has it"
 
 
@@ -204,7 +204,7 @@ def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):
 
 @pytest.mark.ci
 def test_the_pool_holds_the_pages_that_prompts_of_any_page_size_need():
-    bench = GenerateBench(replace(SETUP, block_size=64), SIZES, CASES)
+    bench = GenerateBench(replace(SETUP, block_size=64), replace(SIZES, case=CASES))
     assert bench.engine.core.config.block_size == 64
     found = [job.measure() for make in bench.makers() for job in make()]
     assert found[3].cached == 4 + 3 * 20  # the prefix and the documents of `rag warm`

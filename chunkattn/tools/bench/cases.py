@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
@@ -17,7 +17,7 @@ from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
 from chunkattn.tools.bench.peer_script import DecodeClock
 from chunkattn.tools.bench.score import ScoreBench, needed_flops
-from chunkattn.tools.bench.sizes import SPARE, Setup, Sizes
+from chunkattn.tools.bench.sizes import CASES, SPARE, Setup, Sizes
 
 
 class Timing(NamedTuple):
@@ -73,18 +73,17 @@ class GenerateBench:
 
     Args:
         setup: model and page size.
-        sizes: token counts of the cases.
-        cases: names in `CASES`.
+        sizes: cases and their token counts.
     """
 
-    def __init__(self, setup: Setup, sizes: Sizes, cases: Sequence[str]) -> None:
-        self.sizes, self.cases = sizes, cases
-        pool, running = sizes.kv_tokens(cases, setup.page), max(64, *sizes.sequences)
+    def __init__(self, setup: Setup, sizes: Sizes) -> None:
+        self.sizes = sizes
+        pool, running = sizes.kv_tokens(setup.page), max(64, *sizes.sequences)
         self.engine = ScoreBench(setup.geometry, pool, dtype=setup.dtype, block_size=setup.page, max_num_seqs=running)
         self._numbers = count()
 
     def makers(self) -> list[Callable[[], list[BenchJob]]]:
-        """Return the functions that make the jobs of one round, in the order of the cases."""
+        """Return the functions that make the jobs of one round, in the order of `CASES`."""
         makers: dict[str, list[Callable[[], list[BenchJob]]]] = {
             "prefill": [partial(self.prefill, tokens) for tokens in self.sizes.prefill],
             "rag": [self.rag],
@@ -92,7 +91,7 @@ class GenerateBench:
             "decode": [partial(self.decode, sequences) for sequences in self.sizes.sequences],
             "score": [self.score],
         }
-        return [make for case in self.cases for make in makers[case]]
+        return [make for case in CASES if case in self.sizes.case for make in makers[case]]
 
     def prefill(self, tokens: int) -> list[BenchJob]:
         """Return the job of one plain prompt.

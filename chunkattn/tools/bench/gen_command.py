@@ -5,44 +5,33 @@ from __future__ import annotations
 from dataclasses import asdict
 from importlib.metadata import version
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 import chunkattn
 from chunkattn.terminal.commands import command, console, figures, print_lines
 from chunkattn.terminal.files import JsonFile, check_files, write_json
-from chunkattn.terminal.flags import check_choice, check_positive, options_for, with_options
+from chunkattn.terminal.flags import check_positive, options_for, with_options
 from chunkattn.terminal.progress import Rounds
 from chunkattn.tools.bench.command import group
 from chunkattn.tools.bench.measure import processor
-from chunkattn.tools.bench.sizes import CASES, DEFAULT_CASES, PeerOptions, Setup, Sizes
+from chunkattn.tools.bench.sizes import PeerOptions, Setup, Sizes
 
 if TYPE_CHECKING:
     from chunkattn.tools.bench.generate import GenCase, GenReport
 
-_NAMES = f"{', '.join(CASES[:-1])} or {CASES[-1]}"
-
 
 @command(group)
 @with_options((Sizes, None), (Setup, None), (PeerOptions, None))
-def gen(
-    case: Annotated[list[str] | None, typer.Option(help=f"GenCase: {_NAMES}; repeatable. Default: all but plain.")] = None,
-    json_file: JsonFile = None,
-    **options: Any,
-) -> None:
+def gen(json_file: JsonFile = None, **options: Any) -> None:
     """Measure prefill, answers from documents, decode and scoring, and vLLM beside them."""
     from chunkattn.tools.bench.generate import run
 
     check_files(json_file)
     check_positive(options)
-    for name in case or ():
-        check_choice("case", name, CASES)
-    cases = [name for name in CASES if name in (case or DEFAULT_CASES)]
     setup, sizes, others = options_for(Setup, options), options_for(Sizes, options), options_for(PeerOptions, options)
-    setup.check(sizes.longest(cases))
+    setup.check(sizes.longest)
     with Rounds() as rounds:
-        report = run(setup, sizes, cases, pythons=others.peer_python if others.peers else None, progress=rounds)
+        report = run(setup, sizes, pythons=others.peer_python if others.peers else None, progress=rounds)
     facts, model = _facts(report), {"geometry": setup.geometry, "dtype": setup.dtype}
     if write_json({**model, "facts": facts, **asdict(report)}, json_file):
         _print(report, facts, f"{setup.geometry}, {setup.dtype}: median (minimum to maximum) of {setup.repeats} rounds")

@@ -19,7 +19,7 @@ from chunkattn.tools.bench.geometry import GEOMETRIES
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, round_name
 from chunkattn.tools.bench.peak_rates import matmul_rate, read_mib, read_rate
 from chunkattn.tools.bench.peers import NOT_FOUND, PeerError, PeerProcess, find_python
-from chunkattn.tools.bench.sizes import DEFAULT_CASES, Setup, Sizes
+from chunkattn.tools.bench.sizes import Setup, Sizes
 
 _PAUSE_S = 0.3
 """Seconds between two processes' jobs, because idle threads of OpenMP and XLA spin for a while."""
@@ -86,7 +86,6 @@ class GenReport:
 def run(
     setup: Setup,
     sizes: Sizes,
-    cases: Sequence[str] = DEFAULT_CASES,
     *,
     pythons: Sequence[Path] | None = None,
     progress: Progress = nullcontext,
@@ -95,20 +94,19 @@ def run(
 
     Args:
         setup: model and rounds.
-        sizes: token counts of the cases.
-        cases: names in `CASES`, in order.
+        sizes: cases and their token counts.
         pythons: interpreters, of which the first with vLLM runs it; None measures no peer.
         progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
         EngineError: a step failed.
     """
-    bench, rows = GenerateBench(setup, sizes, cases), list[_Row]()
-    if "score" in cases:
+    bench, rows = GenerateBench(setup, sizes), list[_Row]()
+    if "score" in sizes.case:
         with progress("score, first requests"):
             bench.warm_up_score()
     matmul = read = 0.0
-    with _Peer(setup, sizes.longest(cases), pythons, progress) as peer:
+    with _Peer(setup, sizes.longest, pythons, progress) as peer:
         for make in bench.makers():
             _round(bench, make, peer, round_name(0, setup.repeats), progress, {})
             matmul, read = max(matmul, matmul_rate(setup.dtype)), max(read, read_rate())

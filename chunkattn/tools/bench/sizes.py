@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,7 +103,7 @@ class ScoreWorkload:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Token counts of the cases of `chunkattn bench gen`.
+    """Cases of `chunkattn bench gen`, and their token counts.
 
     Attributes:
         prefill: tokens of a plain prompt; repeatable.
@@ -118,6 +117,7 @@ class Sizes:
         query: tokens of the scoring query.
         items: number of items to score.
         item_len: tokens per item.
+        case: prefill, rag, plain, decode or score; repeatable.
     """
 
     prefill: tuple[int, ...] = (2000, 6000)
@@ -131,8 +131,11 @@ class Sizes:
     query: int = 2000
     items: int = 100
     item_len: int = 20
+    case: tuple[str, ...] = DEFAULT_CASES
 
     def __post_init__(self) -> None:
+        for name in self.case:
+            check_choice("case", name, CASES)
         if self.documents < 2 or self.decode_tokens < 2:
             raise ConfigError("a new order needs at least 2 documents, and a decode rate at least 2 tokens")
 
@@ -146,12 +149,9 @@ class Sizes:
         """Return the tokens of a prompt of documents."""
         return self.prefix_tokens + self.documents * self.document_tokens + self.question_tokens
 
-    def longest(self, cases: Sequence[str]) -> int:
-        """Return the tokens of the longest sequence of some cases, generated tokens included.
-
-        Args:
-            cases: names in `CASES`.
-        """
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest sequence, generated tokens included."""
         lengths = {
             "prefill": max(self.prefill) + 1,
             "rag": self.rag_tokens + 1,
@@ -159,13 +159,12 @@ class Sizes:
             "decode": self.prompt_tokens + self.decode_tokens + SPARE,
             "score": self.query + self.item_len + 1,
         }
-        return max(lengths[case] for case in cases)
+        return max(lengths[case] for case in self.case)
 
-    def kv_tokens(self, cases: Sequence[str], page: int) -> int:
-        """Return the size in tokens of a KV pool that runs some cases without eviction.
+    def kv_tokens(self, page: int) -> int:
+        """Return the size in tokens of a KV pool that runs the cases without eviction.
 
         Args:
-            cases: names in `CASES`.
             page: slots per page.
         """
         chunks = self.prefix_tokens + self.documents * (self.document_tokens + page)
@@ -177,7 +176,7 @@ class Sizes:
             # A pack has a quarter of the pool.
             "score": min(pool_tokens(self.query), 4 * (self.query + self.items * (self.item_len + page))),
         }
-        return max(tokens[case] for case in cases)
+        return max(tokens[case] for case in self.case)
 
 
 def pool_tokens(query: int, budget: int = 2048) -> int:
