@@ -31,6 +31,7 @@ def evaluate(
     log_to_stderr(verbose)
     from chunkattn.tools.eval import evaluation
     from chunkattn.tools.eval.data import Decisions, Question, Ranking
+    from chunkattn.tools.eval.measures import check_ranking_measures
     from chunkattn.tools.eval.report import as_json
 
     check_files(json_file, plot)
@@ -38,7 +39,7 @@ def evaluate(
     kind = type(taken.lines[0])
     evaluate_kind = {Question: evaluation.answer, Ranking: evaluation.rank, Decisions: evaluation.decide}[kind]
     if kind is Ranking:
-        evaluation.check_ranking_measures()
+        check_ranking_measures()
     llm = make_llm(model, max_chunk_len=NO_CHUNK_LIMIT, **{name: options[name] for name in _ENGINE.split()})
     rows, conclusion, facts = evaluate_kind(llm, taken)
     head = {**taken.facts, kind.counted: len(taken.lines), "model": model_name(model), **facts}
