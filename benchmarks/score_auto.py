@@ -53,8 +53,8 @@ def measure(bench: ScoreBench, query: Query, workload: ScoreWorkload, repeats: i
     chosen, predicted = "", {}
     for number in range(1 + repeats):
         if number == 1:
-            output = bench.call(known if query.cached else bench.ids(query.tokens), bench.items(workload)).result()
-            chosen, predicted = output.algorithm, output.predicted_seconds
+            call = bench.call(known if query.cached else bench.ids(query.tokens), bench.items(workload))
+            chosen, predicted = call.choice
         for name in AUTO:
             asked, items = known if query.cached else bench.ids(query.tokens), bench.items(workload)
             if query.cached:
