@@ -192,11 +192,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = measure(options)
+    figures = measure(options)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(figures, indent=2))
         return
-    for name, value in found.items():
+    for name, value in figures.items():
         if isinstance(value, dict):
             unit = "" if name == "ratio" else " s"
             print(f"{name:26} {value['median']:.4g}{unit} ({value['least']:.4g} to {value['greatest']:.4g})")

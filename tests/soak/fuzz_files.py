@@ -37,8 +37,8 @@ def main() -> int:
     counts: Counter[str] = Counter()
     began = time.monotonic()
 
-    def count(found: str) -> None:
-        counts["equal" if found == "equal" else "refused"] += 1
+    def count(verdict: str) -> None:
+        counts["equal" if verdict == "equal" else "refused"] += 1
 
     for family in FAMILIES:
         say(f"{family}: {args.folders} folders from seed {args.seed}, after {time.monotonic() - began:.1f} s")

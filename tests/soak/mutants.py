@@ -88,8 +88,8 @@ def mutants_of(path: Path, rng: random.Random) -> Iterator[Mutant]:
     for line in lines:
         starts.append(starts[-1] + len(line))
     for node in code_nodes(ast.parse(source)):
-        if found := changed(node, rng.choice((-1, 1))):
-            kind, new = found
+        if change := changed(node, rng.choice((-1, 1))):
+            kind, new = change
             start, end = (
                 starts[line - 1] + column
                 for line, column in ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
@@ -140,18 +140,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=lambda _, names: LEFT_OUT.intersection(names))
-        if (found := run_tests(tree, args.pytest, args.seconds)) != "passed":
-            raise SystemExit(f"the unchanged tree: {found}; mutants would show nothing")
+        if (verdict := run_tests(tree, args.pytest, args.seconds)) != "passed":
+            raise SystemExit(f"the unchanged tree: {verdict}; mutants would show nothing")
         killed = 0
         mutants = draw(args.under or FOLDERS, args.count, args.seed)
         for mutant in mutants:
             file = tree / mutant.path
             source = file.read_bytes()
             file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
-            found = run_tests(tree, args.pytest, args.seconds)
+            verdict = run_tests(tree, args.pytest, args.seconds)
             file.write_bytes(source)
-            killed += found != "passed"
-            print(f"{'SURVIVED' if found == 'passed' else 'killed'} ({found}) {mutant.describe()}", flush=True)
+            killed += verdict != "passed"
+            print(f"{'SURVIVED' if verdict == 'passed' else 'killed'} ({verdict}) {mutant.describe()}", flush=True)
     print(f"{killed} of {len(mutants)} killed")
 
 

@@ -177,10 +177,10 @@ def main() -> None:
         if args.json != "-":
             r = results[-1]
             asked = ", ".join(f"{k} {v}" for k, v in setting.options.items()) or "defaults"
-            found = r["error"] or f"largest difference {r['difference']:.1e} of {TOLERANCE[r['dtype']]:.0e}"
+            text = r["error"] or f"largest difference {r['difference']:.1e} of {TOLERANCE[r['dtype']]:.0e}"
             races = "" if r["races"] is None else ", RACES" if r["races"] else ", no races"
             print(
-                f"{r['batches']:4} batches, {r['tiles']:5} tiles, {r['chip']}: {asked}: {found}{races}; "
+                f"{r['batches']:4} batches, {r['tiles']:5} tiles, {r['chip']}: {asked}: {text}{races}; "
                 f"walks to {r['walk']}, {r['whole']} tiles whole, {r['pieces']} pieces ({r['seconds']} s)",
                 flush=True,
             )
