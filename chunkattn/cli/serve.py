@@ -65,7 +65,7 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
 
 @command(app)
 @with_options(
-    (ServerConfig, "Server", " ".join(options_of(ServerConfig))),
+    (ServerConfig, "Server"),
     *((EngineConfig, panel, names) for panel, names in _PANELS.items()),
     (EngineConfig, None, " ".join(name for name in options_of(EngineConfig) if name not in _NAMED)),
     from_environment=True,

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -80,9 +81,9 @@ def time_peer(
         measured_items: number of items to score.
         repeats: number of timed runs, after a shorter run that is not timed.
     """
-    python = find_python(pythons, peer)
-    if python is None:
-        return PeerCase(**asdict(workload), peer=peer, note=NOT_FOUND)
+    case = partial(PeerCase, **asdict(workload), peer=peer)
+    if (python := find_python(pythons, peer)) is None:
+        return case(note=NOT_FOUND)
     vocab, is_vllm = GEOMETRIES[geometry].vocab_size, peer == "vllm"
     options = {"dtype": "bfloat16", "max_model_len": workload.query + workload.item_len + 16} if is_vllm else {}
     rng, seconds = np.random.default_rng(), list[float]()
@@ -96,11 +97,9 @@ def time_peer(
                 answer = process.run(batches, 1, len(LABELS), labels=[label % vocab for label in LABELS])
                 seconds.append(answer["seconds"])
     except PeerError as error:
-        return PeerCase(**asdict(workload), peer=peer, note=f"failed: {error}")
+        return case(note=f"failed: {error}")
     median = statistics.median(seconds[1:])
-    return PeerCase(
-        **asdict(workload),
-        peer=peer,
+    return case(
         version=process.version,
         measured_items=measured_items,
         seconds=median * workload.items / measured_items,
