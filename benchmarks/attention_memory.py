@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends import AttentionBatch, AttentionSpec, make_backend
-from chunkattn.cli.progress import timed
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
+from chunkattn.terminal.progress import timed
 
 BLOCK = 16
 

@@ -25,9 +25,9 @@ from chunkattn.backends.cpu import label_readout, library
 from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.backends.registry import get_backend
-from chunkattn.cli.progress import timed
 from chunkattn.engine import sampling
 from chunkattn.models import linear
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE = 16, 8, 128, 16
@@ -147,15 +147,15 @@ def labels_of_logits(rows: int, most: int = sampling.READ_BUCKETS[-1]) -> Callab
 
 def times(case: str, calls: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
     """Return the milliseconds of each call, which take turns; the first round is left out."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+    milliseconds: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         with timed(f"{case}, {round_name(number, rounds)}"):
             for name, call in calls.items():
                 began = time.perf_counter()
                 call()
                 if number:
-                    found[name].append(1e3 * (time.perf_counter() - began))
-    return found
+                    milliseconds[name].append(1e3 * (time.perf_counter() - began))
+    return milliseconds
 
 
 def compare(name: str, calls: Mapping[str, Callable[[], None]], rounds: int, per: int = 1) -> None:
@@ -172,10 +172,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
-    wanted, dtype = args.only or ["attention", "ratios", "products", "joined", "readouts"], jnp.dtype(args.dtype)
+    parts, dtype = args.only or ["attention", "ratios", "products", "joined", "readouts"], jnp.dtype(args.dtype)
     if reason := library.refusal():
         parser.error(f"the native kernels are missing: {reason}")
-    if "attention" in wanted:
+    if "attention" in parts:
         print("attention of one layer; ratio: xla over cpu")
         steps = {
             "prefill of 2000": plain(2000, 2000),
@@ -186,7 +186,7 @@ def main() -> None:
         }
         for name, step in steps.items():
             compare(name, {backend: attention(step, backend, dtype) for backend in ("cpu", "xla")}, args.rounds, LAYERS)
-    if "ratios" in wanted:
+    if "ratios" in parts:
         print("native attention of one layer; ratio: second over first")
         tokens = PREFIX + DOCUMENTS * DOCUMENT + QUESTION
         pairs = {
@@ -202,18 +202,18 @@ def main() -> None:
             calls = {kind: attention(step, "cpu", dtype) for kind, step in of.items()}
             for first, second in (("plain", "chunk-aware"), ("chunk-aware", "calibrated")):
                 compare(name, {first: calls[first], second: calls[second]}, args.rounds, LAYERS)
-    if "products" in wanted:
+    if "products" in parts:
         print("products with the weights of Qwen3-0.6B; ratio: xla over native")
         for rows in (1, 2, 4, 8, 16, 32):
             for name in ("attention and MLP", "vocabulary"):
                 calls = {"native": product(rows, name, native.multiply), "xla": product(rows, name, linear.dot)}
                 compare(f"{rows} rows, {name}", calls, args.rounds)
-    if "joined" in wanted:
+    if "joined" in parts:
         print("native products of joined and of separate projections; ratio: apart over joined")
         for rows in (1, 8, 16):
             names = {"joined": "attention and MLP", "apart": "apart"}
             compare(f"{rows} rows", {kind: product(rows, name, native.multiply) for kind, name in names.items()}, args.rounds)
-    if "readouts" in wanted:
+    if "readouts" in parts:
         print("maximum and sum of exponentials of 151,936 logits; ratio: xla over native")
         for rows in sampling.READ_BUCKETS:
             ways = {"native": normaliser, "xla": sampling.xla_normaliser}

@@ -23,7 +23,7 @@ from typing import Any
 
 from chunkattn import LLM, Choice, SamplingParams
 from chunkattn.calls.decide_questions import AskedQuestion, ask
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.geometry import save_model
 from chunkattn.tools.load.workloads import WORDS
 
@@ -76,7 +76,7 @@ class Decisions:
 
     def state_round(self, tokens: int) -> dict[str, tuple[float, float]]:
         """Return CPU and wall seconds of every form behind new states, and check the tokens that are computed."""
-        found = {}
+        times = {}
         for name, items in (("decide", None), ("prefill_extend", self.items), ("serial", self.items[:SERIAL])):
             state = self.text(tokens)
             if items is None:
@@ -92,33 +92,33 @@ class Decisions:
                     )
                 )
                 cpu, wall = (value * len(self.items) / len(items) for value in (cpu, wall))
-            found[name] = cpu, wall
-        return found
+            times[name] = cpu, wall
+        return times
 
     def documents_round(self, documents: list[str], tokens: int) -> dict[str, tuple[float, float]]:
         """Return CPU and wall seconds of `decide` and of one-token chats behind cached documents and a new state."""
-        found = {}
+        times = {}
         state = self.text(tokens)
         cpu, wall, output = self.measure(lambda: self.llm.decide(state, self.questions, documents=documents, use_tqdm=False))
         own = sum(map(len, self.items))
         self.shares = (output.usage.computed_tokens - len(self.template.behind(state))) / own
-        found["decide"] = cpu, wall
+        times["decide"] = cpu, wall
         state = self.text(tokens)
         texts = ["".join(self._asked(own).items[0]) for own in self.questions]
         chats = [[{"role": "user", "content": f"{state}\n\nQuestion: {text}"}] for text in texts]
-        found["chat"] = self.measure(lambda: self.llm.chat(chats, PARAMS, documents=documents, use_tqdm=False))[:2]
-        return found
+        times["chat"] = self.measure(lambda: self.llm.chat(chats, PARAMS, documents=documents, use_tqdm=False))[:2]
+        return times
 
 
 def medians(rounds: list[dict[str, tuple[float, float]]], base: str) -> dict[str, dict[str, float]]:
     """Return the median CPU and wall seconds of each form, and the median ratio of its CPU seconds to those of `base`."""
     rows: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    for found in rounds:
-        for name, (cpu, wall) in found.items():
+    for times in rounds:
+        for name, (cpu, wall) in times.items():
             rows[name]["cpu_s"].append(cpu)
             rows[name]["wall_s"].append(wall)
-            rows[name]["ratio"].append(cpu / found[base][0])
-    return {name: {key: statistics.median(values) for key, values in own.items()} for name, own in rows.items()}
+            rows[name]["ratio"].append(cpu / times[base][0])
+    return {name: {key: statistics.median(values) for key, values in values_of.items()} for name, values_of in rows.items()}
 
 
 def main() -> None:
@@ -158,10 +158,10 @@ def main() -> None:
         "state": f"{args.questions} questions of {args.question_tokens} tokens behind a state of {args.state_tokens}",
         "documents": f"{args.questions} questions behind {args.documents} x {args.document_tokens} cached tokens and a state",
     }
-    for part, found in report.items():
-        ratio = found.pop("own_tokens_ratio")
+    for part, rows in report.items():
+        ratio = rows.pop("own_tokens_ratio")
         print(f"\n{names[part]}; computed beside the state: {ratio:.3f} x the questions' own tokens")
-        for name, row in found.items():
+        for name, row in rows.items():
             print(f"  {name:15} CPU {row['cpu_s']:7.2f} s  wall {row['wall_s']:7.2f} s  CPU ratio {row['ratio']:.2f}")
 
 

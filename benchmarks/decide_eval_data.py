@@ -30,14 +30,14 @@ _TRIES = 500
 def passages(source: Sequence[Passage], count: int, rng: random.Random) -> list[dict[str, Any]]:
     """Return lines whose state is a passage and whose choice is its question."""
     by_word = defaultdict(list)
-    for own in source:
-        by_word[_word(own)].append(own)
+    for passage in source:
+        by_word[_word(passage)].append(passage)
     lines: list[dict[str, Any]] = []
-    for own in rng.sample(source, len(source)):
-        text, right = own.text, own.answers[0]
+    for passage in rng.sample(source, len(source)):
+        text, right = passage.text, passage.answers[0]
         if len(lines) == count or not 20 <= len(text.split()) <= 75 or len(right.split()) > 5 or not _holds(text, right):
             continue
-        options, others = [right], by_word[_word(own)]
+        options, others = [right], by_word[_word(passage)]
         for _ in range(_TRIES):
             other = rng.choice(others).answers[0]
             if len(options) > _WRONG:
@@ -46,7 +46,7 @@ def passages(source: Sequence[Passage], count: int, rng: random.Random) -> list[
                 options.append(other)
         if len(options) > _WRONG:
             rng.shuffle(options)
-            question = own.question.strip().removesuffix("?") + "?"
+            question = passage.question.strip().removesuffix("?") + "?"
             lines.append({"state": text, "questions": [{"choice": question, "options": options}], "answers": [right]})
     return lines
 
@@ -55,22 +55,22 @@ def kinds(source: Sequence[Passage], count: int, rng: random.Random) -> list[dic
     """Return lines whose state is a question, asked for the kind of its answer."""
     lines: list[dict[str, Any]] = []
     left, options = dict.fromkeys(KINDS, count // len(KINDS)), [*KINDS.values()]
-    for own in rng.sample(source, len(source)):
-        found = re.match("|".join(KINDS), own.question.lower())
-        if not found or not left[found[0]]:
+    for passage in rng.sample(source, len(source)):
+        match = re.match("|".join(KINDS), passage.question.lower())
+        if not match or not left[match[0]]:
             continue
-        left[found[0]] -= 1
-        right = KINDS[found[0]]
+        left[match[0]] -= 1
+        right = KINDS[match[0]]
         stated = right if len(lines) % 2 == 0 else rng.choice([option for option in options if option != right])
         choice = {"choice": "What kind of thing does this text ask for?", "options": rng.sample(options, len(options))}
         predicate = {"predicate": f"The text asks for {stated}."}
-        lines.append({"state": own.question, "questions": [choice, predicate], "answers": [right, stated == right]})
+        lines.append({"state": passage.question, "questions": [choice, predicate], "answers": [right, stated == right]})
     return lines
 
 
-def _word(own: Passage) -> str:
-    found = WORDS.search(own.question.lower())
-    return found[0] if found else ""
+def _word(passage: Passage) -> str:
+    match = WORDS.search(passage.question.lower())
+    return match[0] if match else ""
 
 
 def _holds(text: str, answer: str) -> bool:

@@ -20,10 +20,11 @@ from typing import Any
 
 from chunkattn.calls.job import answer, drive
 from chunkattn.calls.score_inputs import score_call
-from chunkattn.cli.progress import timed
 from chunkattn.outputs import ScoreOutput
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
-from chunkattn.tools.bench.score import BLOCK, ScoreBench
+from chunkattn.tools.bench.score import ScoreBench
+from chunkattn.tools.bench.sizes import BLOCK
 
 ORDERS = {"documents first": True, "query first": False}
 """By name: whether the items come first."""
@@ -97,20 +98,20 @@ def main() -> None:
     slots = args.documents * -(-args.tokens // BLOCK) * BLOCK
     bench = ScoreBench(args.geometry, slots + 8192, dtype=args.dtype)  # the rest is for queries, and for documents behind them
     documents = [bench.ids(args.tokens) for _ in range(args.documents)]
-    found = measure(bench, documents, args.query, args.rounds)
-    text = json.dumps(found, indent=2)
+    report = measure(bench, documents, args.query, args.rounds)
+    text = json.dumps(report, indent=2)
     if args.json == "-":
         print(text)
     else:
         print(f"{'order':16}{'seconds':>10}{'CPU s':>10}{'computed':>10}{'cached':>10}")
         for name in ORDERS:
-            counts = found["tokens"][name]
-            times = f"{found['seconds'][name]:10.2f}{found['cpu_seconds'][name]:10.2f}"
+            counts = report["tokens"][name]
+            times = f"{report['seconds'][name]:10.2f}{report['cpu_seconds'][name]:10.2f}"
             print(f"{name:16}{times}{counts['computed']:10}{counts['cached']:10}")
-        print(f"{found['ratio']:.1f} times as fast, {found['cpu_ratio']:.1f} times fewer CPU seconds")
+        print(f"{report['ratio']:.1f} times as fast, {report['cpu_ratio']:.1f} times fewer CPU seconds")
         if args.json:
             Path(args.json).write_text(text + "\n", encoding="utf-8")
-    sys.exit(found["ratio"] < args.at_least)
+    sys.exit(report["ratio"] < args.at_least)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,14 @@ import numpy as np
 
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.job import answer, drive
-from chunkattn.cli.progress import timed
 from chunkattn.config import SamplingParams
 from chunkattn.focus import MODES, Focus
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.rope.positions import make_layout
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
-from chunkattn.tools.bench.score import BLOCK, ScoreBench
+from chunkattn.tools.bench.score import ScoreBench
+from chunkattn.tools.bench.sizes import BLOCK
 
 PREFIX = 32
 """Tokens of the prefix."""
@@ -81,7 +82,7 @@ class Case:
 
     def measure(self, ways: Sequence[Way], *, cached: bool) -> dict[str, tuple[float, int]]:
         """Return seconds and computed tokens of every way, by its name."""
-        found = {}
+        times = {}
         for way in ways:
             rereads = way[1] is not None and way[1].mode == "reread"
             if not cached or rereads:  # what another way has read again may be cached, too
@@ -89,8 +90,8 @@ class Case:
             if cached and way[2]:
                 first_token(self.bench, self.prompt(("isolated", None, True)))
             with timed(f"{way[0]}, {'cached' if cached else 'cold'}"):
-                found[way[0]] = first_token(self.bench, self.prompt(way))
-        return found
+                times[way[0]] = first_token(self.bench, self.prompt(way))
+        return times
 
 
 def medians(rounds: Sequence[dict[str, tuple[float, int]]]) -> dict[str, dict[str, float]]:
@@ -98,11 +99,11 @@ def medians(rounds: Sequence[dict[str, tuple[float, int]]]) -> dict[str, dict[st
     base = "full attention"
     return {
         name: {
-            "seconds": statistics.median(own[name][0] for own in rounds),
-            "computed": max(own[name][1] for own in rounds),
-            "ratio": statistics.median(own[base][0] / own[name][0] for own in rounds),
-            "lowest": min(own[base][0] / own[name][0] for own in rounds),
-            "highest": max(own[base][0] / own[name][0] for own in rounds),
+            "seconds": statistics.median(times[name][0] for times in rounds),
+            "computed": max(times[name][1] for times in rounds),
+            "ratio": statistics.median(times[base][0] / times[name][0] for times in rounds),
+            "lowest": min(times[base][0] / times[name][0] for times in rounds),
+            "highest": max(times[base][0] / times[name][0] for times in rounds),
         }
         for name in rounds[0]
     }
@@ -131,22 +132,22 @@ def main() -> None:
         with timed(round_name(number, args.rounds)):
             rounds["cached"].append(case.measure(ways, cached=True))
             rounds["cold"].append(case.measure(ways[:4], cached=False))
-    found: dict[str, Any] = {name: medians(listed) for name, listed in rounds.items()}
-    own = found["cached"][Focus(1).name]
+    report: dict[str, Any] = {name: medians(listed) for name, listed in rounds.items()}
+    cached = report["cached"][Focus(1).name]
     most = args.documents * args.question + args.tokens + args.question
-    found |= {"documents": args.documents, "document_tokens": args.tokens, "question_tokens": args.question, "most": most}
-    text = json.dumps(found, indent=2)
+    report |= {"documents": args.documents, "document_tokens": args.tokens, "question_tokens": args.question, "most": most}
+    text = json.dumps(report, indent=2)
     if args.json == "-":
         print(text)
     else:
         for state in rounds:
             print(f"{state:28}{'seconds':>9}{'computed':>10}{'x as fast':>11}  range")
-            for name, row in found[state].items():
+            for name, row in report[state].items():
                 spread = f"{row['lowest']:.1f} to {row['highest']:.1f}"
                 print(f"{name:28}{row['seconds']:9.2f}{row['computed']:10.0f}{row['ratio']:11.1f}  {spread}")
         if args.json:
             Path(args.json).write_text(text + "\n", encoding="utf-8")
-    sys.exit(own["ratio"] < args.at_least or own["computed"] > most)
+    sys.exit(cached["ratio"] < args.at_least or cached["computed"] > most)
 
 
 if __name__ == "__main__":

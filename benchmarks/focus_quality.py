@@ -20,9 +20,9 @@ from typing import Any
 
 from chunkattn.calibration import Calibration
 from chunkattn.calls.focus_scores import SCORES
-from chunkattn.cli.common import make_llm
-from chunkattn.cli.progress import Steps, say
 from chunkattn.llm import LLM
+from chunkattn.terminal.commands import make_llm
+from chunkattn.terminal.progress import Steps, say
 from chunkattn.tools.eval.conditions import NONE, Condition, focus_conditions, tokenize
 from chunkattn.tools.eval.data import questions_from
 from chunkattn.tools.eval.examiner import Examiner
@@ -78,7 +78,7 @@ def examine(
         examiner.check(conditions)
         values = examiner.examine(conditions, range(len(questions)), texts=True)
     step = len(recipes)
-    return [compare({c: {n: v[k::step] for n, v in own.items()} for c, own in values.items()}) for k in range(step)]
+    return [compare({c: {n: v[k::step] for n, v in listed.items()} for c, listed in values.items()}) for k in range(step)]
 
 
 def lines_of(rows: Sequence[Row]) -> list[str]:
@@ -88,14 +88,14 @@ def lines_of(rows: Sequence[Row]) -> list[str]:
         rows: rows of a comparison.
     """
     head = ["condition", *(text for name in MEASURES for text in (name, "against full")), RECALL]
-    found = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for row in rows:
         cells = [row.name]
         for name, digits in MEASURES.items():
             cells += [f"{row.means[name].mean:.{digits}f}", _difference((row.against_full or {}).get(name), digits)]
         cells.append(f"{row.means[RECALL].mean:.3f}" if RECALL in row.means else "")
-        found.append(f"| {' | '.join(cells)} |")
-    return found
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
 
 
 def _difference(change: Mean | None, digits: int) -> str:

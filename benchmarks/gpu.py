@@ -34,7 +34,7 @@ from tempfile import TemporaryFile
 from typing import Any
 
 from benchmarks.nvidia.workloads import calls, settings
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.peers import NOT_FOUND, find_python
 
 PARTS = "kernels", "flex", "gen", "score"
@@ -135,8 +135,8 @@ def run(*command: str | Path, timeout_s: float, given: str = "") -> str:
     if late:
         raise PartError(f"did not end within {timeout_s:,g} seconds; a kernel may hang", output, errors)
     if process.returncode:
-        said = [line.strip("│ ") for line in (errors or output).splitlines() if re.search(r"\w", line)]
-        raise PartError(said[-1] if said else f"exit code {process.returncode}", output, errors)
+        printed = [line.strip("│ ") for line in (errors or output).splitlines() if re.search(r"\w", line)]
+        raise PartError(printed[-1] if printed else f"exit code {process.returncode}", output, errors)
     return output
 
 
@@ -149,13 +149,13 @@ def failure(error: Exception) -> dict[str, Any]:
 
 def card() -> dict[str, Any]:
     """Return the device's name and JAX's version; where there is a driver of NVIDIA, also what the driver says."""
-    found = json.loads(run(sys.executable, "-c", _CARD, timeout_s=_CARD_TIMEOUT_S))
+    facts = json.loads(run(sys.executable, "-c", _CARD, timeout_s=_CARD_TIMEOUT_S))
     asked = "memory.total,driver_version,power.limit,clocks.max.sm,clocks.max.mem"
     try:
-        said = run("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader", timeout_s=_CARD_TIMEOUT_S)
+        answer = run("nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader", timeout_s=_CARD_TIMEOUT_S)
     except (OSError, PartError):
-        return found
-    return found | dict(zip(asked.split(","), (value.strip() for value in said.splitlines()[0].split(",")), strict=True))
+        return facts
+    return facts | dict(zip(asked.split(","), (value.strip() for value in answer.splitlines()[0].split(",")), strict=True))
 
 
 def check(*, small: bool) -> dict[str, Any]:
@@ -180,11 +180,11 @@ def kernels(options: Options) -> dict[str, Any]:
         broken = []
         try:
             with timed(f"kernels, setting {number}"):
-                said = run(*command, "--setting", str(number), timeout_s=TIMEOUT_S["kernels"])
+                printed = run(*command, "--setting", str(number), timeout_s=TIMEOUT_S["kernels"])
         except PartError as error:
-            said, name = error.output, _unfinished(error.stderr)
+            printed, name = error.output, _unfinished(error.stderr)
             broken = [setting.facts() | {"call": name} | failure(error)]
-        rows += [*(json.loads(line) for line in said.splitlines() if line.startswith("{")), *broken]
+        rows += [*(json.loads(line) for line in printed.splitlines() if line.startswith("{")), *broken]
     return rates | {"calls": with_shares(rows, rates, small=options.small)}
 
 
@@ -204,11 +204,11 @@ def flex(options: Options) -> dict[str, Any]:
         "repeats": 1 if options.small else 5,
         "device": "cpu" if options.small else "cuda",
     }
-    found = json.loads(run(python, _FLEX, given=json.dumps(job), timeout_s=TIMEOUT_S["flex"]))
-    for row in found.get("calls", []):
+    report = json.loads(run(python, _FLEX, given=json.dumps(job), timeout_s=TIMEOUT_S["flex"]))
+    for row in report.get("calls", []):
         if "seconds" in row:
             row["median_s"] = statistics.median(row["seconds"])
-    return found
+    return report
 
 
 def gen(options: Options) -> dict[str, Any]:
@@ -257,23 +257,23 @@ def with_shares(rows: list[dict[str, Any]], rates: dict[str, Any], *, small: boo
     return [share(row) for row in rows]
 
 
-def lines(part: str, found: dict[str, Any]) -> list[str]:
+def lines(part: str, report: dict[str, Any]) -> list[str]:
     """Return a part's result as lines."""
-    if "error" in found:
-        return [f"{part}: {found['error']}"]
+    if "error" in report:
+        return [f"{part}: {report['error']}"]
     if part in ("kernels", "flex"):
-        return [f"{part}: {text}" for text in (*map(_call_line, found["calls"]), found.get("note")) if text]
+        return [f"{part}: {text}" for text in (*map(_call_line, report["calls"]), report.get("note")) if text]
     if part == "gen":
-        note = [f"gen: {found['peer']}: {found['peer_note']}"] if found.get("peer_note") else []
+        note = [f"gen: {report['peer']}: {report['peer_note']}"] if report.get("peer_note") else []
         return note + [
             f"gen: {case['name']}: {case['median']:.4g} {case['unit']}, {case['peak_share']:.0%} of the peak"
             + (f", {case['ratio']:.2f} times vLLM's speed" if case["ratio"] else "")
-            for case in found["cases"]
+            for case in report["cases"]
         ]
     return [
         f"score: {case['algorithm']}{', query cached' if case['cached'] else ''}: {case['items_per_s']:.4g} items/s, "
         f"{case['peak_share']:.0%} of the peak"
-        for case in found["cases"]
+        for case in report["cases"]
     ]
 
 

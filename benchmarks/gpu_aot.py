@@ -133,9 +133,9 @@ def main() -> None:
     }
     if args.grid:
         parts = {"kernels": attention.grid()}
-    wanted = [part for part in parts if part in (args.only or PARTS)]
-    kernels = [case for part in wanted if part != "steps" for case in parts[part]]
-    steps = list(parts["steps"]) if "steps" in wanted else []
+    chosen = [part for part in parts if part in (args.only or PARTS)]
+    kernels = [case for part in chosen if part != "steps" for case in parts[part]]
+    steps = list(parts["steps"]) if "steps" in chosen else []
     results = []
     for result in compile_all(kernels, steps):
         results.append(result)

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from chunkattn import LLM, SamplingParams
-from chunkattn.cli.progress import say
+from chunkattn.terminal.progress import say
 
 PROMPT = 200
 

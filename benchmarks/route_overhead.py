@@ -22,7 +22,7 @@ from typing import Any
 import uvicorn
 
 from benchmarks.serving import PATH
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 
 _ANSWER = json.dumps({"choices": [{"text": "one"}], "usage": {"completion_tokens": 1}}).encode()
 _EVENT = b'data: {"choices": [{"index": 0, "text": "one"}]}\n\n'

@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.routing_policies import POLICIES
 from benchmarks.routing_simulator import simulate, workload
 from benchmarks.serving import PATH, Server, greedy
-from chunkattn.cli.progress import say, timed
+from chunkattn.terminal.progress import say, timed
 
 WORDS = ("river", "poet", "lives", "in", "Tunise", "Rumi", "Nila", "city", "job", "is", "a", "painter", "who", "works", "near")
 PREFIX, QUESTION = "Read the documents and answer the question. ", " What is the job of Rumi? Answer:"

@@ -25,14 +25,15 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from benchmarks.routing_policies import POLICIES
-from chunkattn.cli.progress import timed
 from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.watch import DOCUMENT_SHARE
 from chunkattn.schema.piece_keys import Keys
 from chunkattn.server.cache_report import CacheReports
+from chunkattn.terminal.progress import timed
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
+
 
 BYTES_PER_TOKEN = 4
 _ENGINE = SimpleNamespace(client=SimpleNamespace(restarts=0, limits=None))

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chunkattn.calls.algorithms import AUTO
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
-from chunkattn.tools.bench.score import EXTEND, ScoreBench, Workload, pool_tokens
+from chunkattn.tools.bench.score import EXTEND, ScoreBench
+from chunkattn.tools.bench.sizes import ScoreWorkload, pool_tokens
 
 TOLERANCE, WANTED = 1.15, 0.9
 SHORT = {"packed_segment": "packed", "prefill_extend": "extend", "serial": "serial"}
@@ -44,7 +45,7 @@ ITEMS = [(1, 20), (1, 200), (3, 5), (10, 20), (10, 100), (50, 200), (100, 20), (
 """Columns of the grid: numbers and lengths of items."""
 
 
-def measure(bench: ScoreBench, query: Query, workload: Workload, repeats: int, serial_rows: int) -> dict[str, Any]:
+def measure(bench: ScoreBench, query: Query, workload: ScoreWorkload, repeats: int, serial_rows: int) -> dict[str, Any]:
     """Measure one cell of the grid."""
     sample = max(1, serial_rows // (workload.query + workload.item_len))
     seconds: dict[str, list[float]] = {name: [] for name in AUTO}
@@ -52,7 +53,8 @@ def measure(bench: ScoreBench, query: Query, workload: Workload, repeats: int, s
     chosen, predicted = "", {}
     for number in range(1 + repeats):
         if number == 1:
-            chosen, predicted = bench.call(known if query.cached else bench.ids(query.tokens), bench.items(workload)).choice
+            call = bench.call(known if query.cached else bench.ids(query.tokens), bench.items(workload))
+            chosen, predicted = call.choice
         for name in AUTO:
             asked, items = known if query.cached else bench.ids(query.tokens), bench.items(workload)
             if query.cached:
@@ -117,7 +119,7 @@ def main() -> None:
     bench = ScoreBench(args.geometry, pool_tokens(max(query.tokens for query in queries)), dtype=args.dtype)
     for tokens, items in ((1000, 100), (100, 10), (1, 300)):  # the engine learns its rates from these
         for name in AUTO:
-            warm = Workload(tokens, items, 20)
+            warm = ScoreWorkload(tokens, items, 20)
             for number in range(2):
                 with timed(f"{warm.name}, {name}, warm-up {number + 1} of 2"):
                     bench.run(bench.ids(tokens), bench.items(warm)[: 10 if name == "serial" else None], name)
@@ -126,7 +128,7 @@ def main() -> None:
         print(f"{'query':>12} {'items':>9}  " + "".join(f"{SHORT[name]:>10}" for name in AUTO) + "   best    auto    ratio")
     for query in queries:
         for count, size in columns:
-            rows.append(row := measure(bench, query, Workload(query.tokens, count, size), args.repeats, args.serial_rows))
+            rows.append(row := measure(bench, query, ScoreWorkload(query.tokens, count, size), args.repeats, args.serial_rows))
             if args.json != "-":
                 times = "".join(f"{1000 * row['seconds'][name]:8.1f}ms" for name in AUTO)
                 names = f"{SHORT[row['best']]:7} {SHORT[row['auto']]:7}"

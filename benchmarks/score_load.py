@@ -27,8 +27,8 @@ import numpy as np
 
 from chunkattn import LLM, SamplingParams
 from chunkattn.async_llm import AsyncLLM
-from chunkattn.cli.progress import say, timed
 from chunkattn.errors import DeadlineExceededError
+from chunkattn.terminal.progress import say, timed
 from chunkattn.tools.bench.measure import resident_bytes
 
 SIZES = {3: 0.5, 30: 0.35, 500: 0.15}
@@ -177,15 +177,15 @@ async def run(llm: AsyncLLM, jobs: dict[int, list[Job]], callers: int, args: arg
     return {
         "callers": callers,
         "seconds": taken,
-        "items_per_s": sum(size * len(found) for size, found in load.latencies.items()) / taken,
+        "items_per_s": sum(size * len(latencies) for size, latencies in load.latencies.items()) / taken,
         "requests": {
-            size: {"count": len(found), "p50_ms": percentile(found, 50), "p99_ms": percentile(found, 99)}
-            for size, found in load.latencies.items()
+            size: {"count": len(latencies), "p50_ms": percentile(latencies, 50), "p99_ms": percentile(latencies, 99)}
+            for size, latencies in load.latencies.items()
         },
         "aborted": load.aborted,
         "errors": dict(load.errors),
         "engine_mib": [mib(engine) for engine, _ in load.memory],
-        "callers_mib": [mib(own) for _, own in load.memory],
+        "callers_mib": [mib(size_bytes) for _, size_bytes in load.memory],
         "longest_gap_ms": 1000 * max(load.gaps) if load.gaps else None,
         "p99_gap_ms": percentile(load.gaps, 99),
     }
@@ -203,10 +203,10 @@ def percentile(seconds: list[float], which: float) -> float | None:
 
 def show(result: dict[str, Any]) -> None:
     print(f"{result['callers']} callers, {result['seconds']:.0f} s: {result['items_per_s']:.0f} items/s")
-    for size, found in result["requests"].items():
-        if found["count"]:
-            times = f"p50 {found['p50_ms']:7.0f} ms, p99 {found['p99_ms']:7.0f} ms"
-            print(f"  {size:4} items: {found['count']:6} requests, {times}")
+    for size, figures in result["requests"].items():
+        if figures["count"]:
+            times = f"p50 {figures['p50_ms']:7.0f} ms, p99 {figures['p99_ms']:7.0f} ms"
+            print(f"  {size:4} items: {figures['count']:6} requests, {times}")
     errors = result["errors"]
     print(f"  aborted: {result['aborted']}; errors and wrong answers: {sum(errors.values())} {errors or ''}")
     for who in ("engine", "callers"):

@@ -28,7 +28,7 @@ from typing import Any
 import httpx
 
 from benchmarks.serving import PATH, Server, greedy
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
 
 WAYS = {"killed": signal.SIGKILL, "hung": signal.SIGSTOP}

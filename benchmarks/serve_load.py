@@ -37,8 +37,8 @@ from openai import AsyncOpenAI
 from benchmarks.score_load import GROWTH, SETTLED, mib, percentile
 from benchmarks.serving import Server
 from chunkattn import LLM, ChunkedPrompt, RequestOutput, SamplingParams
-from chunkattn.cli.progress import say, timed
 from chunkattn.server.state import DEMO_NAME
+from chunkattn.terminal.progress import say, timed
 from chunkattn.tools.bench.measure import resident_bytes
 from training.world import PREFIX, World
 

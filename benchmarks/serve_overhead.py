@@ -49,8 +49,8 @@ import uvloop
 
 from benchmarks.serving import Job, Server, connected, greedy
 from chunkattn import LLM, AsyncLLM, SamplingParams
-from chunkattn.cli.progress import timed as told
 from chunkattn.engine.limits import EngineLimits
+from chunkattn.terminal.progress import timed as told
 from chunkattn.tools.bench.geometry import GEOMETRIES, save_model
 from chunkattn.tools.bench.measure import round_name
 

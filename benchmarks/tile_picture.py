@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.visited_tiles import BLOCK, batch_of
 from chunkattn.backends import AttentionBatch, AttentionSpec
 from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
@@ -22,6 +21,7 @@ from chunkattn.rope.positions import make_layout
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+BLOCK = 16
 ROWS, SLOTS = 32, 64
 """Tile sizes small enough that a prompt of a few hundred tokens has many tiles; real tiles are several times larger."""
 LAYOUT = make_layout(np.zeros(180), [np.zeros(n) for n in (44, 40, 164, 36, 56)], np.zeros(56))
@@ -65,6 +65,21 @@ class Walk(NamedTuple):
     visits: list[Visit]
 
 
+def batch_of(plan: SlotPlan) -> AttentionBatch:
+    """Return one prompt as one step."""
+    rows, pages = len(plan.slots), len(plan.page_len)
+    return AttentionBatch(
+        rows,
+        np.zeros(rows, np.int32),
+        plan.slots,
+        plan.row_start,
+        np.asarray([plan.prefix_end], np.int32),
+        np.arange(pages, dtype=np.int32)[None],
+        plan.page_len[None],
+        plan.block_size,
+    )
+
+
 def walks(batch: AttentionBatch) -> list[Walk]:
     """Return the kernel's query tiles of a step of one prompt, from its metadata."""
 
@@ -76,7 +91,7 @@ def walks(batch: AttentionBatch) -> list[Walk]:
     backend = Small(AttentionSpec(1, 1, 128, jnp.dtype("bfloat16"), size))
     shape, metadata = backend.shape(backend.block(batch.num_rows)), backend.build_metadata(batch)
     lengths = metadata.table[0, 0] & ((1 << LENGTH_BITS) - 1)
-    found: list[Walk] = []
+    listed: list[Walk] = []
     done = 0
     for sc in metadata.tiles[:, : metadata.num_tiles].T:
         low, high = (int(sc[kernel.BLOCK] * shape.rows + sc[at]) for at in (kernel.LOW, kernel.HIGH))
@@ -93,8 +108,8 @@ def walks(batch: AttentionBatch) -> list[Walk]:
         done += len(visits)
         start = int(batch.row_start[low:high].min())
         ranges = [(0, prefix), (start, last + 1)] if first_end else [(0, last + 1)]
-        found.append(Walk(low, high, ranges, visits))
-    return found
+        listed.append(Walk(low, high, ranges, visits))
+    return listed
 
 
 def draw(path: Path) -> None:
@@ -109,18 +124,18 @@ def draw(path: Path) -> None:
     except ImportError as error:
         raise ConfigError("--png needs matplotlib: pip install matplotlib") from error
     plan = plan_slots(LAYOUT, BLOCK, aligned=True)
-    found = walks(batch_of(plan))
+    drawn = walks(batch_of(plan))
     # Show the tile with the most ranges and, among these, the tile with the most unmasked tiles.
-    shown = max(range(len(found)), key=lambda i: (len(found[i].ranges), sum(v.whole for v in found[i].visits)))
+    shown = max(range(len(drawn)), key=lambda i: (len(drawn[i].ranges), sum(v.whole for v in drawn[i].visits)))
     figure = Figure(figsize=(10, 8.7), facecolor="white")
-    _matrix(figure.add_axes((0.085, 0.295, 0.905, 0.66)), plan, found, shown)
-    _timeline(figure.add_axes((0.005, 0.005, 0.985, 0.235)), found, shown)
+    _matrix(figure.add_axes((0.085, 0.295, 0.905, 0.66)), plan, drawn, shown)
+    _timeline(figure.add_axes((0.005, 0.005, 0.985, 0.235)), drawn, shown)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=160)
     Image.open(drawn).convert("RGB").quantize(64).save(path, "PNG", optimize=True)
 
 
-def _matrix(axes: Axes, plan: SlotPlan, found: list[Walk], shown: int) -> None:
+def _matrix(axes: Axes, plan: SlotPlan, drawn: list[Walk], shown: int) -> None:
     """Draw rows against slots, with the tiles."""
     from matplotlib.patches import Rectangle
 
@@ -133,7 +148,7 @@ def _matrix(axes: Axes, plan: SlotPlan, found: list[Walk], shown: int) -> None:
     slot = np.arange(end)
     written = slot % plan.block_size < plan.page_len[slot // plan.block_size]
     seen = (slot <= plan.slots[:, None]) & ((slot < plan.prefix_end) | (slot >= plan.row_start[:, None])) & written
-    for walk in found:
+    for walk in drawn:
         height = walk.high - walk.low
         for visit in walk.visits:
             columns = slice(visit.tile * SLOTS, min((visit.tile + 1) * SLOTS, end))
@@ -151,7 +166,7 @@ def _matrix(axes: Axes, plan: SlotPlan, found: list[Walk], shown: int) -> None:
         box(a, top, b - a, tokens - top, fill=False, hatch="//////", edgecolor=_HOLE, linewidth=0)
     for tile in range(tiles + 1):
         axes.plot([min(tile * SLOTS, end)] * 2, [0, tokens], color=_GRID, linewidth=0.7)
-    for row in [*(w.low for w in found), tokens]:
+    for row in [*(w.low for w in drawn), tokens]:
         axes.plot([0, end], [row] * 2, color=_GRID, linewidth=0.7)
 
     for segment in LAYOUT.segments:
@@ -175,7 +190,7 @@ def _matrix(axes: Axes, plan: SlotPlan, found: list[Walk], shown: int) -> None:
         text = f"question: one range, [0, {span[1]})" if number == 3 else f"[{span[0]}, {span[1]})"
         axes.text(span[1] - 12, y, text, ha="right", va="center", fontsize=_TEXT, bbox=_PILL)
 
-    walk, question = found[shown], found[-1]
+    walk, question = drawn[shown], drawn[-1]
     numbers = iter(range(1, 4))
     for tile in (walk, question):
         box(0, tile.low, end, tile.high - tile.low, fill=False, edgecolor=_INK, linewidth=2.0, zorder=2.5)
@@ -185,8 +200,8 @@ def _matrix(axes: Axes, plan: SlotPlan, found: list[Walk], shown: int) -> None:
     label = f"query tile {shown}: (1) prefix, (2) own chunk"
     axes.text(right, middle, label, va="center", fontsize=_TEXT, color=_INK, bbox=_PILL | {"edgecolor": "white"})
 
-    visits = [v.whole for w in found for v in w.visits]
-    whole, masked, skipped = sum(visits), len(visits) - sum(visits), tiles * len(found) - len(visits)
+    visits = [v.whole for w in drawn for v in w.visits]
+    whole, masked, skipped = sum(visits), len(visits) - sum(visits), tiles * len(drawn) - len(visits)
     entries = (
         ({"facecolor": _WHOLE, "edgecolor": _WHOLE}, f"{whole} tiles: every row sees every slot, no mask computed"),
         ({"facecolor": _MASKED, "edgecolor": _SEEN}, f"{masked} tiles: mask computed; dark: the pairs that are visible"),
@@ -210,11 +225,11 @@ def _matrix(axes: Axes, plan: SlotPlan, found: list[Walk], shown: int) -> None:
         line.set_clip_on(False)
 
 
-def _timeline(axes: Axes, found: list[Walk], shown: int) -> None:
+def _timeline(axes: Axes, drawn: list[Walk], shown: int) -> None:
     """Draw copies and multiplications of one query tile, one KV tile a column, with its neighbours in grey at both ends."""
     from matplotlib.patches import Rectangle
 
-    owners = {shown - 1: found[shown - 1].visits[-1:], shown: found[shown].visits, shown + 1: found[shown + 1].visits[:2]}
+    owners = {shown - 1: drawn[shown - 1].visits[-1:], shown: drawn[shown].visits, shown + 1: drawn[shown + 1].visits[:2]}
     steps = [(owner, visit) for owner, visits in owners.items() for visit in visits]
     columns, height = len(steps) - 1, 0.74
     lanes, multiply, head = (0.95, 1.85), 3.0, 0.5
@@ -226,9 +241,9 @@ def _timeline(axes: Axes, found: list[Walk], shown: int) -> None:
         axes.text(x, y, text, **({"ha": "center", "va": "center", "fontsize": _TEXT, "color": _INK} | style))
 
     for at, (owner, visit) in enumerate(steps):
-        own, middle = owner == shown, lanes[visit.buffer] + height / 2
+        is_shown, middle = owner == shown, lanes[visit.buffer] + height / 2
         if at:  # its pages are copied while the previous KV tile is multiplied
-            edge, fill, ink = (_COPY, _COPYING, _INK) if own else (_HOLE, _OTHER, _SOFT)
+            edge, fill, ink = (_COPY, _COPYING, _INK) if is_shown else (_HOLE, _OTHER, _SOFT)
             box(at - 0.9, lanes[visit.buffer], 0.8, height, facecolor=fill, edgecolor=edge, linewidth=1)
             write(at - 0.86, middle, f"tile {visit.tile}", ha="left", fontsize=_SMALL, color=ink)
             for page in range(visit.pages):
@@ -237,18 +252,18 @@ def _timeline(axes: Axes, found: list[Walk], shown: int) -> None:
                 axes.plot([at - 0.1, at + 0.05], [middle, middle], color=edge, linewidth=1.3)
                 tip = {"arrowstyle": "-|>", "color": edge, "linewidth": 1.3, "shrinkA": 0, "shrinkB": 0}
                 axes.annotate("", (at + 0.05, multiply), (at + 0.05, middle), arrowprops=tip)
-            if steps[at - 1][0] == shown and not own:
+            if steps[at - 1][0] == shown and not is_shown:
                 note = lanes[1 - visit.buffer] + height / 2
                 write(at - 0.46, note, f"already for\nquery tile {owner}", fontsize=_SMALL, color=_SOFT, linespacing=1.1)
         if at < columns:
             fill, ink = (_WHOLE, "white") if visit.whole else (_SEEN, _INK)
-            box(at + 0.01, multiply, 0.98, height, facecolor=fill if own else _OTHER, linewidth=0)
-            write(at + 0.5, multiply + height / 2, f"tile {visit.tile}", color=ink if own else _SOFT)
+            box(at + 0.01, multiply, 0.98, height, facecolor=fill if is_shown else _OTHER, linewidth=0)
+            write(at + 0.5, multiply + height / 2, f"tile {visit.tile}", color=ink if is_shown else _SOFT)
     for owner in owners:
         at = [n for n, step in enumerate(steps[:columns]) if step[0] == owner]
-        own = owner == shown
-        axes.plot([at[0] + 0.03, at[-1] + 0.97], [head, head], color=_INK if own else _HOLE, linewidth=1.6)
-        style = {"fontweight": "bold"} if own else {"color": _SOFT}
+        is_shown = owner == shown
+        axes.plot([at[0] + 0.03, at[-1] + 0.97], [head, head], color=_INK if is_shown else _HOLE, linewidth=1.6)
+        style = {"fontweight": "bold"} if is_shown else {"color": _SOFT}
         write((at[0] + at[-1] + 1) / 2, head - 0.28, f"query tile {owner}", **style)
     for lane, y in enumerate(lanes):
         write(-0.1, y + height / 2, f"buffer {lane}", ha="right", color=_COPY)

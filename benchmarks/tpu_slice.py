@@ -18,7 +18,7 @@ from benchmarks.aot import MODELS, Step, collectives, compile_call, lower_step
 from benchmarks.tpu.attention import compiled_backend
 from benchmarks.tpu.chips import CHIPS
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 
 
 def main() -> None:

@@ -20,9 +20,9 @@ from benchmarks.aot import MODELS, Step, planned
 from benchmarks.tpu.chips import CHIPS
 from benchmarks.tpu.step import WIDEST, compile_step
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
-from chunkattn.cli.progress import say
 from chunkattn.config import EngineConfig
 from chunkattn.engine.step_sizes import buckets
+from chunkattn.terminal.progress import say
 
 FORMER = 32
 """Pages of the narrowest page table that every backend had once."""
@@ -38,20 +38,20 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
     narrowest, *wider = widths["now"]
     cases = [(rows, narrowest) for rows in args.rows or sizes] + [(sizes[0], width) for width in wider]
-    found = []
+    programs = []
     for rows, width in cases:
         result = compile_step(Step(args.chip, args.model, rows, width=width))
         if not result["compiled"]:
             raise RuntimeError(f"{rows} rows, {width} pages: {result['error']}")
-        found.append({name: result[name] for name in ("rows", "width", "seconds", "fits")})
-        say(json.dumps(found[-1]))
+        programs.append({name: result[name] for name in ("rows", "width", "seconds", "fits")})
+        say(json.dumps(programs[-1]))
     return {
         "chip": args.chip,
         "model": args.model,
         "programs": {name: len(sizes) * len(listed) for name, listed in widths.items()},
         "page_tables": widths,
-        "of_the_first_page_table_s": round(sum(row["seconds"] for row in found if row["width"] == narrowest), 1),
-        "compiled": found,
+        "of_the_first_page_table_s": round(sum(row["seconds"] for row in programs if row["width"] == narrowest), 1),
+        "compiled": programs,
     }
 
 

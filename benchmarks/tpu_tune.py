@@ -29,7 +29,7 @@ from chunkattn.backends import AttentionBatch  # noqa: E402
 from chunkattn.backends.pallas_tpu import kernel  # noqa: E402
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend  # noqa: E402
 from chunkattn.backends.pallas_tpu.blocks import Blocks  # noqa: E402
-from chunkattn.cli.progress import timed  # noqa: E402
+from chunkattn.terminal.progress import timed  # noqa: E402
 
 FOLDED, SLOTS, TOGETHER = (256, 512), (256, 512, 1024), (1, 4)
 HEADS = {64: (14, 2), 128: (16, 8), 256: (16, 8)}
@@ -113,12 +113,12 @@ def measure(chip: str, head_dim: int, block_size: int, blocks: Blocks) -> dict[s
     }
 
 
-def choose(found: list[dict[str, Any]]) -> dict[str, Any]:
+def choose(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the candidate with the smallest sum of relative costs, and set the `score` of every candidate."""
-    least = {name: min(f["costs"][name] for f in found) for name in found[0]["costs"]}
-    for f in found:
+    least = {name: min(f["costs"][name] for f in results) for name in results[0]["costs"]}
+    for f in results:
         f["score"] = round(sum(f["costs"][name] / least[name] for name in least) / len(least), 3)
-    return min(found, key=lambda f: f["score"])
+    return min(results, key=lambda f: f["score"])
 
 
 def main() -> None:
@@ -133,15 +133,15 @@ def main() -> None:
     for chip, head_dim in product(args.chip or CHIPS, args.head_dim or HEADS):
         best = []
         for block_size in PAGES:
-            found, tiles = [], set()
+            results, tiles = [], set()
             for blocks in map(Blocks._make, product(args.folded or FOLDED, args.slots or SLOTS, args.together or TOGETHER)):
                 with timed(f"{chip}, head_dim {head_dim}, pages of {block_size}, {blocks}"):
                     result = measure(chip, head_dim, block_size, blocks)
                 if result and result["tile"] not in tiles:
                     tiles.add(result["tile"])
-                    found.append(result)
-            chosen = choose(found)
-            for f in sorted(found, key=lambda f: f["score"]):
+                    results.append(result)
+            chosen = choose(results)
+            for f in sorted(results, key=lambda f: f["score"]):
                 print(
                     f"{chip} {head_dim:3} {block_size:3}  {f['folded']:4} {f['slots']:4} {f['together']}  tile {f['tile']}  "
                     f"clear {f['clear']:6} masked {f['masked']:6} around {f['around']:5} query tile {f['query_tile']:5}  "
@@ -149,7 +149,7 @@ def main() -> None:
                     flush=True,
                 )
             best.append(Blocks(chosen["folded"], chosen["slots"], chosen["together"]))
-            everything += found
+            everything += results
         table[chip, head_dim] = tuple(best)
     print("TABLE = {")
     for key, blocks in table.items():

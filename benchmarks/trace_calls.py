@@ -125,12 +125,12 @@ def measure() -> dict[str, Trace]:
     def reset() -> None:
         llm.reset_prefix_cache()
 
-    found = {
+    traces = {
         "LLM.generate(DocumentPrompt)": traced(lambda: llm.generate([prompt], params, use_tqdm=False), reset),
         "LLM.rerank": traced(lambda: llm.rerank("colour of the sky", DOCUMENTS, use_tqdm=False), reset),
     }
-    found["POST /v1/rerank"] = asyncio.run(_served())
-    return found
+    traces["POST /v1/rerank"] = asyncio.run(_served())
+    return traces
 
 
 def main() -> None:

@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends import AttentionBatch, AttentionSpec
+from benchmarks.tile_picture import BLOCK, batch_of, draw
+from chunkattn.backends import AttentionSpec
 from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_tpu.backend import PallasTpuBackend
 from chunkattn.backends.tiles import cut, spans, tile_ranges
@@ -29,7 +30,6 @@ from chunkattn.cache.slots import SlotPlan, plan_slots
 from chunkattn.layout import PREFIX_ID, QUESTION_ID, ChunkLayout
 from chunkattn.rope.positions import make_layout
 
-BLOCK = 16
 STEP = 2048
 """Rows of a full step, which determine the Pallas kernel's tile size."""
 
@@ -60,21 +60,6 @@ def pallas_tile() -> Tile:
     backend = PallasTpuBackend(AttentionSpec(16, 8, 128, jnp.dtype("bfloat16"), BLOCK))
     rows = backend.block(STEP)
     return Tile(rows, backend.shape(rows).slots)
-
-
-def batch_of(plan: SlotPlan) -> AttentionBatch:
-    """Return one prompt as one step."""
-    rows, pages = len(plan.slots), len(plan.page_len)
-    return AttentionBatch(
-        rows,
-        np.zeros(rows, np.int32),
-        plan.slots,
-        plan.row_start,
-        np.asarray([plan.prefix_end], np.int32),
-        np.arange(pages, dtype=np.int32)[None],
-        plan.page_len[None],
-        plan.block_size,
-    )
 
 
 def visited_tiles(plan: SlotPlan, tile: Tile) -> list[set[int]]:
@@ -136,8 +121,6 @@ def main() -> None:
     parser.add_argument("--png", metavar="FILE", type=Path, help="only draw a picture to FILE; needs matplotlib")
     args = parser.parse_args()
     if args.png is not None:
-        from benchmarks.tile_picture import draw
-
         draw(args.png)
         return
     rows = [measure(name, tile) for tile in (Tile(128, 128), pallas_tile()) for name in WORKLOADS]

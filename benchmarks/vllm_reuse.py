@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from chunkattn.cli.progress import say
+from chunkattn.terminal.progress import say
 
 GEOMETRIES = {
     "medium": {"hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},
@@ -192,11 +192,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    found = measure(options)
+    figures = measure(options)
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(figures, indent=2))
         return
-    for name, value in found.items():
+    for name, value in figures.items():
         if isinstance(value, dict):
             unit = "" if name == "ratio" else " s"
             print(f"{name:26} {value['median']:.4g}{unit} ({value['least']:.4g} to {value['greatest']:.4g})")

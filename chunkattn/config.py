@@ -92,8 +92,6 @@ class EngineConfig:
             one precompute call.
         max_tokens_per_call: limit on the tokens that the engine computes for one call. Generation counts the prompts and
             `max_tokens` of every sample. Scoring counts the items, and the query as often as the algorithm computes it.
-        max_multi_item_seq_len: limit on the tokens in a step of the `packed_dense` baseline. Its memory grows with the
-            square of the tokens.
         max_num_seqs: number of sequences that run at once. Each of a request's `n` samples counts.
         max_num_batched_tokens: token budget of one step.
         long_prefill_token_threshold: prompt tokens that a step computes of one sequence before other sequences get
@@ -157,7 +155,6 @@ class EngineConfig:
     score_algorithm: str = "auto"
     max_items_per_request: int = 10_000
     max_tokens_per_call: int = 1 << 26
-    max_multi_item_seq_len: int = 8192
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     long_prefill_token_threshold: int | None = None

@@ -68,7 +68,7 @@ class LLM:
             self.warm_up()
 
     def warm_up(self, *, use_tqdm: bool = True) -> float:
-        """Compile every program, except `packed_dense` programs, before the first request needs it.
+        """Compile every program, except those of backends that a request names, before the first request needs it.
 
         Args:
             use_tqdm: show a progress bar when stderr is a terminal.

@@ -18,10 +18,11 @@ class Option(NamedTuple):
 
     Attributes:
         name: name of the field.
-        kind: type of the option's values; `tuple` for an option of several texts.
+        kind: type of the option's values; `tuple` for an option of several values.
         is_optional: whether None is a value.
         default: default of the field.
         text: description in the docstring of the class.
+        element: type of each of several values.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Option(NamedTuple):
     is_optional: bool
     default: Any
     text: str
+    element: type = str
 
     @property
     def flag(self) -> str:
@@ -60,7 +62,7 @@ def options_of(cls: type) -> dict[str, Option]:
     """Return the fields of a dataclass as options, by name.
 
     Args:
-        cls: dataclass whose fields are of type `bool`, `int`, `float`, `str` or `tuple[str, ...]`, or that or None.
+        cls: dataclass whose fields are of type `bool`, `int`, `float`, `str` or `tuple[T, ...]`, or that or None.
     """
     if cls not in _by_class:
         hints, texts = get_type_hints(cls), descriptions(cls)
@@ -81,7 +83,8 @@ def take_paths(options: Any) -> None:
 
 def _option(field: Field[Any], hint: Any, text: str) -> Option:
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    return Option(field.name, get_origin(kinds[0]) or kinds[0], NoneType in kinds, field.default, text)
+    element = (*get_args(kinds[0]), str)[0]
+    return Option(field.name, get_origin(kinds[0]) or kinds[0], NoneType in kinds, field.default, text, element)
 
 
 def as_help(description: str) -> str:

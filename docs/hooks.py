@@ -128,9 +128,11 @@ def _default(value: Any) -> str:
 
 
 def _flag_default(value: Any) -> str:
-    """Return the default of a flag, as one would type it; None gives an empty text."""
-    if value is None or callable(value):
+    """Return the default of a flag, as one would type it; None gives an empty text, and so does an empty list."""
+    if value in (None, []) or callable(value):
         return ""
+    if isinstance(value, list):
+        return ", ".join(map(_flag_default, value))
     return f"`{'on' if value is True else 'off' if value is False else shlex.quote(str(value))}`"
 
 

@@ -111,7 +111,7 @@ def bash_commands(page):
 def inline_commands(page):
     """Commands that stand within a sentence or a table."""
     text = re.sub(r"```.*?```", "", read(page), flags=re.DOTALL)
-    spans = re.findall(r"`((?:chunkattn |make |python -m (?:benchmarks|training)\.)[^`]+)`", text)
+    spans = re.findall(r"`((?:chunkattn |make |python -m (?:benchmarks|tests|training)\.)[^`]+)`", text)
     return [shlex.split(span) for span in spans]
 
 
@@ -324,10 +324,11 @@ def test_every_command_and_flag_is_on_its_page():
 
 
 def test_every_script_is_on_its_page():
-    scripts = [f.stem for f in (ROOT / "benchmarks").glob("*.py") if '__name__ == "__main__"' in f.read_text()]
-    assert scripts
-    for script in scripts:
-        assert f"`python -m benchmarks.{script}`" in read("docs/reference/cli.md")
+    for folder in ("benchmarks", "tests/soak"):
+        scripts = [f.stem for f in (ROOT / folder).glob("*.py") if '__name__ == "__main__"' in f.read_text()]
+        assert scripts
+        for script in scripts:
+            assert f"`python -m {folder.replace('/', '.')}.{script}`" in read("docs/reference/cli.md")
 
 
 def test_every_metric_is_on_its_page():

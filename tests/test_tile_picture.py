@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from benchmarks.tile_picture import LAYOUT, ROWS, SLOTS, draw, walks
-from benchmarks.visited_tiles import BLOCK, Tile, batch_of, seen_tiles
+from benchmarks.tile_picture import BLOCK, LAYOUT, ROWS, SLOTS, batch_of, draw, walks
+from benchmarks.visited_tiles import Tile, seen_tiles
 from chunkattn.cache.slots import plan_slots
 
 

@@ -15,7 +15,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from training.world import PREFIX, World
 
 THRESHOLD = 0.95

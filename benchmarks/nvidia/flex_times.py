@@ -42,15 +42,15 @@ def measure(torch: Any, call: dict[str, Any], device: str, repeats: int) -> list
 
     q = random("heads", "rows")
     copies = [(random("kv_heads", "slots"), random("kv_heads", "slots")) for _ in range(call["copies"])]
-    found = []
+    seconds = []
     for number in range(1 + repeats):
         began = time.perf_counter()
         for turn in range(count if number else 1):
             attend(q, *copies[turn % len(copies)], block_mask=mask, enable_gqa=True)
         if device == "cuda":
             torch.cuda.synchronize()
-        found.append((time.perf_counter() - began) / count)
-    return found[1:]
+        seconds.append((time.perf_counter() - began) / count)
+    return seconds[1:]
 
 
 def main() -> None:
@@ -59,7 +59,7 @@ def main() -> None:
     if job["device"] == "cuda" and not torch.cuda.is_available():
         print(json.dumps({"version": torch.__version__, "error": "this PyTorch sees no GPU"}))
         return
-    found = []
+    rows = []
     for call in job["calls"]:
         row: dict[str, Any] = {"call": call["name"]}
         try:
@@ -67,8 +67,8 @@ def main() -> None:
                 row["seconds"] = measure(torch, call, job["device"], job["repeats"])
         except Exception as error:  # a peer's error is a result
             row["error"] = f"{type(error).__name__}: {error}".splitlines()[0]
-        found.append(row)
-    print(json.dumps({"version": torch.__version__, "note": NOTE, "calls": found}))
+        rows.append(row)
+    print(json.dumps({"version": torch.__version__, "note": NOTE, "calls": rows}))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.scheduler import EXTRA_SPANS
 from chunkattn.engine.step_sizes import SMALLEST_STEP, bucket_for, buckets
 from chunkattn.errors import BackendError
-from chunkattn.tools.bench.score import matmul_rate, read_rate
+from chunkattn.tools.bench.peak_rates import matmul_rate, read_rate
 
 BUDGET = 8192
 """Token budget of a step, which limits the rows of a call."""
@@ -47,8 +47,8 @@ def tiled(setting: Setting) -> type[PallasGpuBackend]:
     slots, stages = setting.slots, setting.stages
 
     def shape(self: PallasGpuBackend, rows: int, *, states: bool) -> Shape:
-        own = PallasGpuBackend.shape(self, rows, states=states)
-        return replace(own, slots=slots, stages=stages) if states == setting.states else own
+        shape_of_card = PallasGpuBackend.shape(self, rows, states=states)
+        return replace(shape_of_card, slots=slots, stages=stages) if states == setting.states else shape_of_card
 
     return type("PallasGpuBackend", (PallasGpuBackend,), {"shape": shape})
 
@@ -119,14 +119,14 @@ def measure(call: Call, backend: AttentionBackend, repeats: int, count: int) -> 
     )
     run = jax.jit(partial(backend.forward, scale=spec.head_dim**-0.5), donate_argnums=3)
     cache = backend.allocate(int(batches[-1].block_tables.max()) + 1)
-    found = []
+    seconds = []
     for number in range(1 + repeats):
         began = time.perf_counter()
         for turn in range(count if number else 1):
             out, cache = run(q, k, v, cache, steps[turn % len(steps)])
         out.block_until_ready()
-        found.append((time.perf_counter() - began) / count)
-    return found[1:]
+        seconds.append((time.perf_counter() - began) / count)
+    return seconds[1:]
 
 
 def row_of(call: Call, setting: Setting, repeats: int, count: int = CALLS) -> dict[str, Any]:
@@ -143,8 +143,8 @@ def row_of(call: Call, setting: Setting, repeats: int, count: int = CALLS) -> di
     try:
         seconds = measure(call, make(setting, spec), repeats, count)
     except Exception as error:  # a kernel that fails must not hide the times of the others
-        said = f"{type(error).__name__}: {error}"
-        return row | {"error": said.splitlines()[0], "traceback": traceback.format_exc().splitlines()[-TRACEBACK_LINES:]}
+        text = f"{type(error).__name__}: {error}"
+        return row | {"error": text.splitlines()[0], "traceback": traceback.format_exc().splitlines()[-TRACEBACK_LINES:]}
     return row | {"seconds": seconds, "median_s": statistics.median(seconds), "bound": "memory" if call.decodes else "products"}
 
 

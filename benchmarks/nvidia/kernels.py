@@ -52,8 +52,8 @@ class Kernel:
         """
         multiplying, copying = ([loop for loop in self.loops if bool(loop.longest.products) == is_] for is_ in (True, False))
         if not multiplying or len(copying) != 1:
-            found = len(multiplying), len(copying)
-            raise UnknownDump(f"{self.name} has {found[0]} loops that multiply and {found[1]} that copy")
+            sizes = len(multiplying), len(copying)
+            raise UnknownDump(f"{self.name} has {sizes[0]} loops that multiply and {sizes[1]} that copy")
         turns = [turn for loop in multiplying for turn in (loop.shortest, loop.longest)]
         ways = {
             "clear": min(turns, key=lambda turn: turn.instructions),
@@ -105,12 +105,12 @@ def _read(stem: Path) -> Kernel:
         return file.read_text()
 
     sass = Sass(text(".sass_ctrl"))
-    said, resources = text(".ptxas"), text(".resources.txt")
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.findall(r"(\d+) bytes spill", said)
+    log, resources = text(".ptxas"), text(".resources.txt")
+    registers = re.search(r"Used (\d+) registers", log)
+    spills = re.findall(r"(\d+) bytes spill", log)
     scratch = re.search(r"smem_scratch_bytes=(\d+)", resources)
     if not registers or not spills or not scratch:
-        raise UnknownDump(f"{stem.name} names no registers, spills or shared memory: {said!r}, {resources!r}")
+        raise UnknownDump(f"{stem.name} names no registers, spills or shared memory: {log!r}, {resources!r}")
     barriers = sum(int(n) * int(times) for n, times in re.findall(r"num_barriers=(\d+)[^)]*\): (\d+)", resources))
     return Kernel(
         stem.name.rsplit("_", 1)[0],

@@ -123,8 +123,8 @@ class Sass:
         for line in text.splitlines():
             if label := _LABEL.match(line):
                 self._labels[label[1]] = len(self.instructions)
-            elif found := _LINE.match(line):
-                self.instructions.append(_instruction(found["text"], found["control"]))
+            elif match := _LINE.match(line):
+                self.instructions.append(_instruction(match["text"], match["control"]))
         if not self.instructions:
             raise UnknownSass("the disassembly has no instructions")
 
@@ -135,17 +135,17 @@ class Sass:
     @cached_property
     def loops(self) -> list[Loop]:
         """Return the innermost loops that multiply, and the innermost loops that copy and do not multiply, by address."""
-        found = self._natural_loops()
+        bodies = self._natural_loops()
         blocks = self._blocks
         loops = []
-        for head, body in found.items():
+        for head, body in bodies.items():
             whole = [blocks[b] for b in body]
             products, copies = (sum(n) for n in zip(*((b.turn.products, b.turn.copies) for b in whole)))
             if not products and not copies:
                 continue
             kind = PRODUCT, *(() if products else COPY)
-            inner = [other for other in found if other != head and other in body]
-            if any(i.opcode in kind for other in inner for b in found[other] for i in blocks[b].instructions):
+            inner = [other for other in bodies if other != head and other in body]
+            if any(i.opcode in kind for other in inner for b in bodies[other] for i in blocks[b].instructions):
                 continue
             shortest, longest = self._ways(head, body)
             loops.append(Loop(blocks[head].first, shortest, longest))
@@ -262,7 +262,7 @@ def _dominators(count: int, before: dict[int, list[int]], order: list[int]) -> d
     while changed:
         changed = False
         for n in order[1:]:
-            found = {n} | set.intersection(*(dominators[b] for b in before[n] if b in everything))
-            if found != dominators[n]:
-                dominators[n], changed = found, True
+            new = {n} | set.intersection(*(dominators[b] for b in before[n] if b in everything))
+            if new != dominators[n]:
+                dominators[n], changed = new, True
     return dominators

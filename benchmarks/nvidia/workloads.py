@@ -46,8 +46,8 @@ class Setting:
 
     def facts(self) -> dict[str, Any]:
         """Return the setting for JSON, without a tile that is the backend's own."""
-        found = asdict(self)
-        return found if self.slots else {name: found[name] for name in ("backend", "block_size")}
+        fields_of = asdict(self)
+        return fields_of if self.slots else {name: fields_of[name] for name in ("backend", "block_size")}
 
 
 def settings(*, small: bool = False) -> list[Setting]:

@@ -23,11 +23,11 @@ class _Slow(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != _MODULE:
             return None
-        found = PathFinder.find_spec(fullname, path)
-        if found is None or found.loader is None:
+        spec = PathFinder.find_spec(fullname, path)
+        if spec is None or spec.loader is None:
             return None
-        self._loader, found.loader = found.loader, self
-        return found
+        self._loader, spec.loader = spec.loader, self
+        return spec
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)

@@ -128,12 +128,14 @@ def compile_case(case: Case, schedules: Path | None = None) -> dict[str, Any]:
     result |= compile_kernels(lambda: lower(case, backend))
     if schedules is not None:
         try:
-            found = read_schedules(schedules)
+            by_name = read_schedules(schedules)
             if result["compiled"]:
-                result["smem_kib"] = {name: schedule.smem_bytes / 1024 for name, schedule in found.items()}
-                result["prefill"] = prefill_cost(pick(found, "chunk_attention"), backend.shape(backend.block(case.rows)), case)
+                result["smem_kib"] = {name: schedule.smem_bytes / 1024 for name, schedule in by_name.items()}
+                result["prefill"] = prefill_cost(
+                    pick(by_name, "chunk_attention"), backend.shape(backend.block(case.rows)), case
+                )
             if result["compiled"] and not case.batch_invariant:
-                result["decode"] = decode_cost(pick(found, "chunk_decode"), backend.shape(1), case)
+                result["decode"] = decode_cost(pick(by_name, "chunk_decode"), backend.shape(1), case)
         except UnknownSchedule as error:
             result["unread"] = str(error)
     return result

@@ -122,10 +122,10 @@ def compile_peer(peer: Splash | Ragged, schedules: Path) -> dict[str, Any]:
     if isinstance(peer, Splash):
         names, tiles = ("splash",), peer.rows * peer.slots / TILE
     try:
-        found = read_schedules(schedules)
+        by_name = read_schedules(schedules)
         if not result["compiled"]:
             return result
-        schedule = pick(found, *names)
+        schedule = pick(by_name, *names)
     except UnknownSchedule as error:
         return result | {"unread": str(error)}
     chip = CHIPS[peer.chip]

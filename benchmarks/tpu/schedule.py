@@ -94,29 +94,29 @@ class Schedule:
 
 def read_schedules(folder: Path, *, keep: bool = False) -> dict[str, Schedule]:
     """Return the Pallas kernels whose schedules are in `folder`, by name. The files are then deleted unless `keep` is set."""
-    found = {}
+    by_name = {}
     for bundles in sorted(folder.glob("*-final_bundles.txt")):
         stem = re.match(r"(\d+-(.+?)[.\d]*)-\d+-final_bundles", bundles.name)
         usage = list(folder.glob(f"{bundles.name.rsplit('-', 2)[0]}-*final_hlo-static-per-bundle-utilization.txt"))
         if stem and usage and "custom-call" in bundles.read_text(errors="replace")[:20000]:
             source = next(folder.glob(f"{stem[1]}-*-original.txt"))
-            found[stem[2]] = _read(stem[2], bundles, usage[0], _smem_bytes(source))
+            by_name[stem[2]] = _read(stem[2], bundles, usage[0], _smem_bytes(source))
     if not keep:
         for file in folder.iterdir():
             file.unlink()
-    return found
+    return by_name
 
 
-def pick(found: dict[str, Schedule], *names: str) -> Schedule:
+def pick(by_name: dict[str, Schedule], *names: str) -> Schedule:
     """Return the first schedule whose kernel's name contains one of `names`.
 
     Raises:
         UnknownSchedule: no kernel has such a name.
     """
-    for kernel, schedule in found.items():
+    for kernel, schedule in by_name.items():
         if any(name in kernel for name in names):
             return schedule
-    raise unknown(f"no dump for {names[0]} among {sorted(found)}")
+    raise unknown(f"no dump for {names[0]} among {sorted(by_name)}")
 
 
 def _smem_bytes(source: Path) -> int:

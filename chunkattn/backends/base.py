@@ -196,7 +196,7 @@ class AttentionBackend(ABC):
         checked_by_auto: whether an engine with `attention_backend="auto"` first compares the backend with `xla` on its device.
         smallest_step: rows to which smaller steps are padded.
         step_rows: rows whose matrix products take about as long as a step's fixed work, mostly reading the weights.
-        max_rows: maximum number of rows of a step; the engine sets it for the backends of `ON_REQUEST`.
+        max_rows: maximum number of rows of a step.
     """
 
     name: ClassVar[str]

@@ -37,8 +37,8 @@ class PackedDenseBackend(AttentionBackend):
     """Plain softmax attention of a step's rows under a mask built on the host.
 
     Attributes:
-        max_rows: `max_multi_item_seq_len` of the engine. At 8192 rows the mask takes 64 MiB, and the float32 scores of one
-            head take 256 MiB.
+        max_rows: maximum number of rows of a step. At 8192 rows the mask takes 64 MiB, and the float32 scores of one head
+            take 256 MiB.
     """
 
     max_rows = 8192
@@ -61,8 +61,8 @@ class PackedDenseBackend(AttentionBackend):
         limit = self.max_rows
         if batch.num_rows > limit:
             raise BackendError(
-                f"packed_dense: {batch.num_rows} rows in a step exceed max_multi_item_seq_len {limit}; memory grows with "
-                "their square. Score fewer items at a time, raise the limit, or use an algorithm or backend without a mask"
+                f"packed_dense: {batch.num_rows} rows in a step exceed the limit of {limit}; memory grows with their "
+                "square. Score fewer items at a time, or use an algorithm or backend without a mask"
             )
         size = min(len(batch.row_seq), limit)
         mask = np.zeros((size, size), bool)

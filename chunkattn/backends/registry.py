@@ -18,9 +18,13 @@ logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "chunkattn.backends"
 
+ON_REQUEST = {"packed_dense": "chunkattn.backends.packed_dense"}
+"""Modules of the backends that one scoring request may name beside the engine's own, by name. They neither read nor write the
+cache, and each is an algorithm of scoring, too."""
+
 _BUILT_IN = {
+    **ON_REQUEST,
     "cpu": "chunkattn.backends.cpu.backend",
-    "packed_dense": "chunkattn.backends.packed_dense",
     "pallas_gpu": "chunkattn.backends.pallas_gpu.backend",
     "pallas_tpu": "chunkattn.backends.pallas_tpu.backend",
     "reference": "chunkattn.backends.reference",
@@ -28,9 +32,6 @@ _BUILT_IN = {
 }
 """Modules of the built-in backends, imported on first use."""
 _REGISTERED: dict[str, type[AttentionBackend]] = {}
-
-ON_REQUEST = ("packed_dense",)
-"""Backends that one request may name beside the engine's own. They neither read nor write the cache."""
 
 _AUTO_ORDER = {"tpu": ("pallas_tpu", "xla"), "gpu": ("pallas_gpu", "xla"), "cpu": ("cpu", "xla")}
 _AUTO_ELSEWHERE = ("xla",)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int32, Int64
 
+from chunkattn.backends.registry import ON_REQUEST
 from chunkattn.engine.limits import ITEMS
 from chunkattn.engine.messages import StepRates
 from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS
@@ -66,7 +67,6 @@ class ScoreInputs:
         documents: documents between `before` and every item; None for none.
         item_first: whether the caller's item comes first. Then `before` is that item, and `items` holds the query alone.
         max_pack_tokens: maximum number of tokens of a packed sequence with more than one item.
-        max_multi_item_seq_len: maximum number of tokens of a sequence of `packed_dense`, even with one item.
         max_batch_tokens: maximum number of tokens of several items sent together after a cached query.
         max_pack_slots: maximum number of KV slots of a packed sequence with more than one item.
         max_batch_slots: maximum number of KV slots of several items sent together after a cached query.
@@ -84,7 +84,6 @@ class ScoreInputs:
     documents: SharedDocuments | None = None
     item_first: bool = False
     max_pack_tokens: int = 8192
-    max_multi_item_seq_len: int = 8192
     max_batch_tokens: int = 2048
     max_pack_slots: int = 1 << 31
     max_batch_slots: int = 1 << 31
@@ -101,10 +100,6 @@ class ScoreInputs:
     def batches(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ranges of items of these lengths that are sent together after a cached query, see `groups`."""
         return groups(lens, self.max_batch_tokens, self.max_batch_slots, self._unit)
-
-    def masks(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """Yield ranges of items of these lengths that fit a dense mask with the query, see `groups`."""
-        return groups(lens, self.max_multi_item_seq_len - self.query_len)
 
     @property
     def _unit(self) -> int:
@@ -137,10 +132,9 @@ class ScoreInputs:
         # An empty item makes `prefill_extend` compute the query's last page again.
         again = (query - 1) % self.block_size + 1 if query and not all(items) else 0
         return {
+            **dict.fromkeys(PACKED, total + query * sum(1 for _ in self.packs(items))),
             "serial": total + query * len(items),
-            "packed_segment": total + query * sum(1 for _ in self.packs(items)),
             "prefill_extend": total + query + again if items else 0,
-            "packed_dense": total + query * sum(1 for _ in self.masks(items)),
         }
 
 
@@ -168,11 +162,6 @@ def packed_segment(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     Scores are read at each item's last tokens, or at the query's last token for an empty item.
     """
     return _packs(call, places, call.packs)
-
-
-def packed_dense(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
-    """Yield packs like `packed_segment`, small enough for a mask over all pairs of their tokens."""
-    return _packs(call, places, call.masks)
 
 
 def prefill_extend(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
@@ -222,15 +211,15 @@ ALGORITHMS: dict[str, Callable[[ScoreInputs, Sequence[int]], Iterator[Pack]]] = 
     "packed_segment": packed_segment,
     "prefill_extend": prefill_extend,
     "serial": serial,
-    "packed_dense": packed_dense,
+    **dict.fromkeys(ON_REQUEST, packed_segment),
 }
-"""Algorithms by name."""
+"""Algorithms by name; those of `ON_REQUEST` run on the attention backend of their name."""
 
-BACKENDS = {"packed_dense": "packed_dense"}
-"""Attention backends of the algorithms that do not run on the engine's own."""
+PACKED = "packed_segment", *ON_REQUEST
+"""Algorithms whose sequences hold the query and several items."""
 
 AUTO = "packed_segment", "prefill_extend", "serial"
-"""Algorithms that `auto` chooses from; at equal cost the first algorithm wins. `packed_dense` exists for comparison only."""
+"""Algorithms that `auto` chooses from; at equal cost the first algorithm wins. The others exist for comparison only."""
 
 
 def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -> Iterator[tuple[int, int]]:
@@ -318,7 +307,7 @@ def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
 
 
 def refusals(
-    call: ScoreInputs, *, sliding_window: int | None, caching: bool, backends: Mapping[str, str | None]
+    call: ScoreInputs, *, sliding_window: int | None, caching: bool, backends: Mapping[str, tuple[str | None, int]]
 ) -> dict[str, str]:
     """Return the reason for each algorithm that cannot serve a call.
 
@@ -331,12 +320,12 @@ def refusals(
     if sliding_window is not None:
         text = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
         return {name: text for name in ALGORITHMS if name != "serial"}
-    refused = {name: reason for name, backend in BACKENDS.items() if (reason := backends.get(backend))}
+    refused = {name: reason for name, (reason, _) in backends.items() if reason}
     first, last = "query", f"longest {call.names.chunk}"
     if call.item_first:
         first, last = call.names.chunk, "query"
         turned = f"every {first} comes before the query, which leaves no shared prefix"
-        refused |= dict.fromkeys(("packed_segment", "packed_dense"), turned)
+        refused |= dict.fromkeys(PACKED, turned)
     if not caching:
         refused["prefill_extend"] = f"it keeps the {first} in the cache, and this engine has enable_prefix_caching=False"
     item = max(map(len, call.items), default=0)
@@ -347,12 +336,10 @@ def refusals(
             f"the {last} of {item} tokens does not fit the KV pool on pages of its own beside the {first}'s; "
             f"there is room for {max(call.max_extend_tokens, 0)}",
         )
-    if longest > call.max_multi_item_seq_len:
-        refused.setdefault(
-            "packed_dense",
-            f"the query and its longest {call.names.chunk} are {longest} tokens, the mask of a pack is bounded by "
-            f"max_multi_item_seq_len {call.max_multi_item_seq_len}",
-        )
+    for name, (_, rows) in backends.items():
+        if longest > rows:
+            text = f"the query and its longest {call.names.chunk} are {longest} tokens, a pack has at most {rows}"
+            refused.setdefault(name, text)
     return refused
 
 

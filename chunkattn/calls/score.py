@@ -14,7 +14,6 @@ from scipy.special import expit, softmax
 from chunkattn.calls.algorithms import (
     ALGORITHMS,
     AUTO,
-    BACKENDS,
     ScoreInputs,
     SharedDocuments,
     extend_documents,
@@ -98,13 +97,13 @@ class ScoreCall(ScoreInputs):
         item_first: bool = False,
     ) -> None:
         limits = frontend.limits
-        bounds = _bounds(frontend.config, limits, len(before))
+        self.algorithm = algorithm or frontend.config.score_algorithm
+        bounds = _bounds(frontend.config, limits, len(before), self.algorithm)
         super().__init__(before, items, labels, reads, names, documents, item_first, **bounds)
         self._frontend, self._memory = frontend, frontend.scores
-        self.algorithm = algorithm or frontend.config.score_algorithm
         (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
         self.apply_softmax, self.raw = apply_softmax, raw
-        self.is_whole = not limits.batch_invariant or self.algorithm in BACKENDS
+        self.is_whole = not limits.batch_invariant or self.algorithm in limits.backends
         self._keys = item_keys(self, self.algorithm, self._salt_key, raw, whole=self.is_whole)
         known, first = self._memory.results.get(self._keys), dict[bytes, int]()
         for place, key in enumerate(self._keys):
@@ -233,7 +232,7 @@ class ScoreCall(ScoreInputs):
                 algorithm=self.choice[0],
                 salt_key=self._salt_key,
                 priority=self.priority,
-                backend=BACKENDS.get(self.choice[0]),
+                backend=self.choice[0] if self.choice[0] in self._frontend.limits.backends else None,
                 raw=self.raw,
             )
             self._frontend.limits.check(request, self.names)
@@ -320,23 +319,24 @@ class ScoreCall(ScoreInputs):
         return ScoreUsage(total, self._computed, query + spared)
 
 
-def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int) -> dict[str, Any]:
+def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int, algorithm: str) -> dict[str, Any]:
     """Return the bounds of `ScoreInputs` within an engine.
 
     Args:
         config: options of the engine.
         limits: limits of the engine.
         query_len: tokens of the query, leading special tokens included.
+        algorithm: name of the algorithm, or `"auto"`.
     """
+    _, rows = limits.backends.get(algorithm, (None, 1 << 31))
     budget, room, block = config.max_num_batched_tokens, limits.kv_tokens // 4, limits.block_size
     beside_query = limits.max_request_tokens + query_len // -block * block
     # Leave room for a few decodes of other requests in the same step.
     batch = budget - _OTHERS if budget >= 8 * _OTHERS else budget
     return {
         # Large packs keep the query's share small; several packs must fit the pool.
-        "max_pack_tokens": max(8192, 4 * query_len, budget),
+        "max_pack_tokens": min(max(8192, 4 * query_len, budget), rows),
         "max_pack_slots": max(room, min(2 * query_len, limits.max_request_tokens)),
-        "max_multi_item_seq_len": config.max_multi_item_seq_len,
         "max_batch_tokens": max(batch, 1),
         "max_batch_slots": min(room, beside_query),
         "max_extend_tokens": min(beside_query, config.max_chunk_len),

@@ -13,12 +13,13 @@ import typer
 from rich.table import Table
 
 from chunkattn.cache.disk.store import KVStore
-from chunkattn.cli.common import Model, Verbose, command, command_group, console, log_to_stderr, make_llm, read_document
-from chunkattn.cli.options import with_options
-from chunkattn.cli.progress import Steps
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
+from chunkattn.terminal.commands import Model, Verbose, command, command_group, console, log_to_stderr, make_llm
+from chunkattn.terminal.files import read_document
+from chunkattn.terminal.flags import with_options
+from chunkattn.terminal.progress import Steps
 
 group = command_group("cache", "Compute the K/V of documents ahead of use and keep it on disk.")
 

@@ -11,10 +11,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from chunkattn.cli.common import is_file
 from chunkattn.errors import ConfigError
 from chunkattn.layout import ChunkLayout, Segment
 from chunkattn.parsers import ParsedPrompt, PromptParser
+from chunkattn.terminal.files import is_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

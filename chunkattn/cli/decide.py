@@ -17,27 +17,25 @@ from rich.markup import escape
 from chunkattn.calls.decide_files import StateLine, as_json, read_questions, read_states
 from chunkattn.calls.decide_states import read_state
 from chunkattn.calls.decide_table import csv_line, table_header, table_row
-from chunkattn.cli.common import (
+from chunkattn.config import EngineConfig
+from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, Question
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.terminal.commands import (
     Documents,
     Model,
     TemplateOptions,
     Verbose,
     app,
-    check_file,
-    check_overwrites,
     command,
     console,
     figures,
     log_to_stderr,
     make_llm,
-    read_document,
     template_options,
 )
-from chunkattn.cli.options import with_options
-from chunkattn.cli.progress import Steps
-from chunkattn.config import EngineConfig
-from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, Question
-from chunkattn.errors import ConfigError, RequestError
+from chunkattn.terminal.files import check_file, check_overwrites, read_document
+from chunkattn.terminal.flags import with_options
+from chunkattn.terminal.progress import Steps
 
 if TYPE_CHECKING:
     from chunkattn.llm import LLM

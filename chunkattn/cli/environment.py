@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import chunkattn
-from chunkattn.cli.common import app, command, print_lines
+from chunkattn.terminal.commands import app, command, print_lines
+from chunkattn.tools.bench.measure import processor
 
 if TYPE_CHECKING:
     from chunkattn.backends import AttentionBackend
@@ -63,16 +64,6 @@ def environment() -> Iterator[tuple[str, str]]:
     for name in sorted(os.environ):
         if name.startswith(VARIABLES):
             yield name, "(set)" if any(part in name for part in SECRET) else os.environ[name]
-
-
-def processor() -> str:
-    """Return the processor's name, of Linux where it gives one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    return f"{next(named, platform.processor() or 'unknown')} ({platform.machine()})"
 
 
 def _auto() -> AttentionBackend:

@@ -6,9 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from chunkattn.cli.common import app, command, console, figures
-from chunkattn.cli.options import with_options
 from chunkattn.config import EngineConfig, make_config
+from chunkattn.terminal.commands import app, command, console, figures
+from chunkattn.terminal.flags import with_options
 
 _GIB = 1 << 30
 _ENGINE = "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_memory_utilization max_model_len"

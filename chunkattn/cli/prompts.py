@@ -11,7 +11,15 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkattn.cli.common import (
+from chunkattn.config import EngineConfig, SamplingParams, make_config
+from chunkattn.errors import RequestError
+from chunkattn.focus import Focus, read_focus
+from chunkattn.outputs import FocusOutput
+from chunkattn.parsers import ParsedPrompt, PromptParser
+from chunkattn.parsers.chat_template import own_template
+from chunkattn.parsers.document_encoder import pick_template
+from chunkattn.picture import layout_summary, layout_table, plot_layout
+from chunkattn.terminal.commands import (
     Documents,
     Model,
     PrefixPart,
@@ -25,15 +33,7 @@ from chunkattn.cli.common import (
     make_llm,
     prompt_of,
 )
-from chunkattn.cli.options import with_options
-from chunkattn.config import EngineConfig, SamplingParams, make_config
-from chunkattn.errors import RequestError
-from chunkattn.focus import Focus, read_focus
-from chunkattn.outputs import FocusOutput
-from chunkattn.parsers import ParsedPrompt, PromptParser
-from chunkattn.parsers.chat_template import own_template
-from chunkattn.parsers.document_encoder import pick_template
-from chunkattn.picture import layout_summary, layout_table, plot_layout
+from chunkattn.terminal.flags import with_options
 
 _CHUNKS = "document_template chunk_separator position_strategy chunk_position_gap chunk_calibration"
 _DEVICE = "dtype kv_cache_dtype attention_backend tensor_parallel_size"
@@ -140,7 +140,7 @@ def score(
         labels: labels of one token each, as 'yes,no'; repeatable.
         softmax: normalise the probabilities over the labels.
         item_first: score item + query instead of query + item.
-        algorithm: `auto`, `serial`, `packed_segment`, `prefill_extend` or `packed_dense`.
+        algorithm: `auto`, `serial`, `packed_segment` or `prefill_extend`.
         sort: sort by the first label's score, best first.
         model: see `Model`.
         verbose: see `Verbose`.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from chunkattn.cli.common import app, command
-from chunkattn.cli.options import check_keys, with_options
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.options import options_of
+from chunkattn.terminal.commands import app, command
+from chunkattn.terminal.flags import check_keys, with_options
 from chunkattn.web.options import ServerConfig
 
 _SERVER = (

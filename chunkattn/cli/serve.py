@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 import yaml
 
-from chunkattn.cli.common import app, command
-from chunkattn.cli.options import check_keys, with_options
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.options import options_of
+from chunkattn.terminal.commands import app, command
+from chunkattn.terminal.flags import check_keys, with_options
 from chunkattn.web.options import ServerConfig
 
 _PANELS = {
@@ -64,7 +64,7 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
 
 @command(app)
 @with_options(
-    (ServerConfig, "Server", " ".join(options_of(ServerConfig))),
+    (ServerConfig, "Server"),
     *_engine_options(),
     from_environment=True,
 )

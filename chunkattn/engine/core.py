@@ -58,8 +58,6 @@ class EngineCore:
         self.runner, self.config, self.disk = runner, config, disk
         self.meter = RateMeter(runner.row_flops, runner.pair_flops, runner.dtype)
         named = {name: backend for name, backend in runner.backends.items() if name is not None}
-        for backend in named.values():
-            backend.max_rows = config.max_multi_item_seq_len
         self.limits = EngineLimits(
             num_pages=runner.pool.num_pages,
             block_size=runner.backend.spec.block_size,
@@ -72,7 +70,7 @@ class EngineCore:
             steps=StepSizes.of(runner.backend, config.max_num_batched_tokens, one_size=runner.invariance.one_size),
             longest_table=runner.backend.max_table_pages,
             num_labels=runner.spec.num_labels,
-            backends={name: backend.supports(backend.spec) for name, backend in named.items()},
+            backends={name: (backend.supports(backend.spec), backend.max_rows) for name, backend in named.items()},
             batch_invariant=runner.invariance.holds,
             items_on_pages=runner.invariance.own_pages and runner.spec.sliding_window is None,
             config=config,

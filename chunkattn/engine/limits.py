@@ -36,7 +36,8 @@ class EngineLimits:
         steps: sizes of the engine's steps.
         longest_table: page table entries that the attention backend supports.
         num_labels: classes of a sequence classifier, None for a language model.
-        backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None.
+        backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None, and
+            with its maximum number of rows of a step.
         batch_invariant: whether the bits of a result depend on its request alone.
         items_on_pages: whether every scored item begins on a page of its own; not under a sliding window, whose slots equal
             positions.
@@ -54,7 +55,7 @@ class EngineLimits:
     steps: StepSizes
     longest_table: int = 1 << 31
     num_labels: int | None = None
-    backends: dict[str, str | None] = field(default_factory=dict)
+    backends: dict[str, tuple[str | None, int]] = field(default_factory=dict)
     batch_invariant: bool = False
     items_on_pages: bool = False
     config: EngineConfig = field(default_factory=EngineConfig)
@@ -359,11 +360,12 @@ class EngineLimits:
             raise RequestError(text, param="label_token_ids")
 
     def _check_backend(self, message: ScoreRequest, name: str) -> None:
-        if reason := self.backends.get(name, f"a request cannot name the attention backend {name!r}"):
+        reason, limit = self.backends.get(name, (f"a request cannot name the attention backend {name!r}", 0))
+        if reason:
             raise RequestError(reason, param="algorithm")
-        tokens, limit = len(message.layout), self.config.max_multi_item_seq_len
-        if tokens > limit:
-            raise CapacityError(f"{name}: a pack of {tokens} tokens exceeds max_multi_item_seq_len {limit}", param="items")
+        if len(message.layout) > limit:
+            text = f"{name}: a pack of {len(message.layout)} tokens exceeds the limit of {limit} rows in a step"
+            raise CapacityError(text, param="items")
 
     def _check_pages(self, message: Message, names: Names) -> None:
         layout = message.layout

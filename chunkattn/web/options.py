@@ -34,8 +34,6 @@ class ServerConfig:
         max_prompts_per_request: number of prompts, or of queries, that one request may hold.
         max_cached_documents: number of documents that `/v1/cache/documents` stores at once.
         priority_range: largest absolute priority that a request may set; 0 allows only the default priority.
-        allow_packed_dense: accept `algorithm: "packed_dense"`. The baseline is off by default, because each of its packs
-            delays all other requests.
         drain_timeout_s: time in seconds that running requests have to finish after SIGTERM.
         root_path: path below which a proxy serves this server, such as "/llm". Requests may come with or without it.
         ready_when_warm: report readiness, in `/readyz`, `/health` and the output, only once every program is compiled. Requests
@@ -92,7 +90,6 @@ class ServerConfig:
     max_prompts_per_request: int = 128
     max_cached_documents: int = 10_000
     priority_range: int = 0
-    allow_packed_dense: bool = False
     drain_timeout_s: float = 30.0
     root_path: str = ""
     ready_when_warm: bool = False

@@ -10,8 +10,7 @@ from chunkattn import chunk_attention
 from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend
 from chunkattn.backends.base import FP8
 from chunkattn.cache.slots import plan_slots
-from chunkattn.config import EngineConfig
-from chunkattn.errors import BackendError, ConfigError
+from chunkattn.errors import BackendError
 from chunkattn.layout import PREFIX_ID, QUESTION_ID
 from chunkattn.rope.positions import make_layout
 from chunkattn.testing import random_layout
@@ -109,7 +108,7 @@ def test_the_cache_is_left_alone():
 
 def test_more_rows_than_the_limit_are_refused():
     batch, backend = pack(PACKS["items"]), make_backend("packed_dense", spec_of())
-    assert backend.max_rows == EngineConfig().max_multi_item_seq_len == 8192
+    assert backend.max_rows == 8192
     backend.max_rows = 37  # as many as there are
     whole = backend.build_metadata(batch)
     assert whole.mask.shape == (37, 37)  # padding beyond the limit costs nothing
@@ -119,10 +118,8 @@ def test_more_rows_than_the_limit_are_refused():
     assert out.shape == q.shape
     np.testing.assert_allclose(out[:37], wanted[:37], atol=SAME)
     backend.max_rows = 36
-    with pytest.raises(BackendError, match=r"37 rows .* exceed max_multi_item_seq_len 36.*Score fewer items"):
+    with pytest.raises(BackendError, match=r"37 rows .* exceed the limit of 36.*Score fewer items"):
         backend.build_metadata(batch)
-    with pytest.raises(ConfigError, match="max_multi_item_seq_len must be at least 1"):
-        EngineConfig(max_multi_item_seq_len=0)
 
 
 @pytest.mark.parametrize(

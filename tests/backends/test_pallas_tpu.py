@@ -12,7 +12,6 @@ import pytest
 import torch
 from jax.experimental.pallas import tpu as pltpu
 
-from benchmarks.tpu_interpret import Races
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.backends import AttentionBatch, AttentionSpec, get_backend
 from chunkattn.backends.pallas_tpu import backend as pallas_tpu
@@ -22,6 +21,7 @@ from chunkattn.backends.pallas_tpu.write import BUFFER, COUNT, DEPTH, DEST, GROU
 from chunkattn.cache.slots import plan_slots
 from chunkattn.rope.positions import make_layout
 from chunkattn.testing import TOLERANCE, check_backend, random_steps
+from tests.soak.tpu_interpret import Races
 
 BLOCK = 16
 SMALL = {"head_dim": 128, "block_size": BLOCK}
@@ -57,7 +57,7 @@ def test_equals_reference(options, small_tiles):
 @pytest.mark.exhaustive
 @pytest.mark.timeout(1800)
 def test_equals_reference_over_hundreds_of_batches():
-    command = [sys.executable, "-m", "benchmarks.tpu_interpret", "--json", "-"]
+    command = [sys.executable, "-m", "tests.soak.tpu_interpret", "--json", "-"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)

@@ -13,12 +13,13 @@ from typer.testing import CliRunner
 from chunkattn.cli import app
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.rope.positions import make_layout
-from chunkattn.tools.bench import cases, generate, geometry, peer_script, peers
-from chunkattn.tools.bench.cases import GenerateBench, Sizes
-from chunkattn.tools.bench.generate import Case, run
+from chunkattn.tools.bench import generate, geometry, peer_script, peers
+from chunkattn.tools.bench.cases import GenerateBench
+from chunkattn.tools.bench.generate import GenCase, run
 from chunkattn.tools.bench.peer_script import DecodeClock
 from chunkattn.tools.bench.peers import PeerError, PeerProcess
-from chunkattn.tools.bench.score import Workload, needed_flops
+from chunkattn.tools.bench.score import needed_flops
+from chunkattn.tools.bench.sizes import CASES, Setup, Sizes
 
 TINY = Qwen3Config(
     architectures=["Qwen3ForCausalLM"],
@@ -32,7 +33,8 @@ TINY = Qwen3Config(
     max_position_embeddings=10_000,
     tie_word_embeddings=True,
 )
-SIZES = Sizes((20, 40), 3, 20, 4, 5, (1, 3), 10, 4, Workload(20, 6, 3))
+SIZES = Sizes((20, 40), 3, 20, 4, 5, (1, 3), 10, 4, 20, 6, 3)
+SETUP = Setup("tiny", "float32", repeats=2)
 SMALL = [
     *("--geometry", "tiny", "--dtype", "float32", "--repeats", "2", "--prefill", "20", "--prefill", "40"),
     *("--documents", "3", "--document-tokens", "20", "--prefix-tokens", "4", "--question-tokens", "5"),
@@ -123,7 +125,7 @@ def test_the_decode_clock_counts_the_steps_that_all_sequences_share(monkeypatch)
 
 @pytest.mark.ci
 def test_jobs_of_documents_share_them_in_a_new_order():
-    bench = GenerateBench("tiny", SIZES, ["rag"], dtype="float32")
+    bench = GenerateBench(SETUP, replace(SIZES, case=("rag",)))
     cold, warm = bench.rag()
     ((first,),), ((second,),) = cold.batches, warm.batches
     assert len(first) == len(second) == SIZES.rag_tokens == 69
@@ -134,8 +136,17 @@ def test_jobs_of_documents_share_them_in_a_new_order():
     assert (cold.measure().cached, warm.measure().cached) == (0, 64)
 
 
+@pytest.mark.ci
+def test_plain_prompts_of_documents_find_the_prefix_alone():
+    bench = GenerateBench(SETUP, replace(SIZES, prefix_tokens=16, case=("plain",)))
+    cold, warm = bench.plain()
+    assert [job.name for job in (cold, warm)] == ["plain cold 3 x 20 + 5", "plain warm 3 x 20 + 5"]
+    assert cold.measure().flops > bench.rag()[0].measure().flops  # every document sees those before it
+    assert (cold.measure().cached, warm.measure().cached) == (0, 16)
+
+
 def test_operations_of_a_prompt_count_its_first_token():
-    bench = GenerateBench("tiny", SIZES, ["prefill"], dtype="float32")
+    bench = GenerateBench(SETUP, replace(SIZES, case=("prefill",)))
     runner, (job,) = bench.engine.core.runner, bench.prefill(20)
     pairs = 20 * 21 / 2
     assert job.measure().flops == 20 * runner.row_flops + pairs * runner.pair_flops + 2 * 8 * 50
@@ -148,7 +159,7 @@ def test_operations_of_a_prompt_count_its_first_token():
 @pytest.mark.slow
 def test_rounds_take_turns_with_vllm(tmp_path):
     python, log = fake_vllm(tmp_path)
-    report = run("tiny", SIZES, dtype="float32", repeats=2, pythons=[Path("/nowhere/python"), python])
+    report = run(SETUP, SIZES, pythons=[Path("/nowhere/python"), python])
     assert [case.name for case in report.cases] == NAMES
     assert report.peer == "vllm 0.0"
     for case in report.cases:
@@ -173,10 +184,10 @@ def test_rounds_take_turns_with_vllm(tmp_path):
 @pytest.mark.slow
 def test_vllm_that_fails_has_no_figures_and_says_why(tmp_path):
     python, _ = fake_vllm(tmp_path, fails_at=3)
-    report = run("tiny", SIZES, ["prefill"], dtype="float32", repeats=2, pythons=[python])
+    report = run(SETUP, replace(SIZES, case=("prefill",)), pythons=[python])
     assert report.peer_note == "failed: RuntimeError: out of memory"
     assert [(len(case.values), case.peer_values, case.ratio) for case in report.cases] == [(2, (), None)] * 2
-    report = run("tiny", SIZES, ["prefill"], dtype="float32", repeats=1, pythons=[Path("/nowhere/python")])
+    report = run(replace(SETUP, repeats=1), replace(SIZES, case=("prefill",)), pythons=[Path("/nowhere/python")])
     assert report.peer_note == "not measured: none of the interpreters given has it"
 
 
@@ -193,8 +204,7 @@ def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):
 
 @pytest.mark.ci
 def test_the_pool_holds_the_pages_that_prompts_of_any_page_size_need():
-    sizes = replace(SIZES, block_size=64)
-    bench = GenerateBench("tiny", sizes, cases.CASES, dtype="float32")
+    bench = GenerateBench(replace(SETUP, block_size=64), replace(SIZES, case=CASES))
     assert bench.engine.core.config.block_size == 64
     found = [job.measure() for make in bench.makers() for job in make()]
     assert found[3].cached == 4 + 3 * 20  # the prefix and the documents of `rag warm`
@@ -232,7 +242,7 @@ def test_table_and_json(tmp_path):
     assert "…" not in result.output  # nothing is cut at 80 columns
     assert "programs compiled in timed rounds: 0" in result.output
     report = json.loads(target.read_text())
-    assert [set(case) for case in report["cases"]] == [{field.name for field in fields(Case)}] * len(names)
+    assert [set(case) for case in report["cases"]] == [{field.name for field in fields(GenCase)}] * len(names)
     assert report["facts"]["processor"]
 
 

@@ -20,7 +20,8 @@ from chunkattn.cli import app
 from chunkattn.tools.bench import geometry
 from chunkattn.tools.bench.measure import peak_bytes, reset_peak, resident_bytes
 from chunkattn.tools.bench.peers import time_peer
-from chunkattn.tools.bench.score import Case, ScoreBench, Workload, needed_flops, run
+from chunkattn.tools.bench.score import ScoreBench, ScoreCase, needed_flops, run
+from chunkattn.tools.bench.sizes import ScoreWorkload, Setup
 from tests.flows import stages_of
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +82,7 @@ def test_documents_first_are_measured_with_their_tokens_cached():
 @pytest.mark.slow
 def test_cases_of_a_workload():
     names = ["serial", "packed_segment", "prefill_extend", "packed_dense"]
-    (cases,) = run("tiny", [Workload(20, 12, 3)], names, repeats=1, serial_items=4, kv_tokens=1024)
+    (cases,) = run(Setup("tiny", repeats=1), [ScoreWorkload(20, 12, 3)], names, serial_items=4, kv_tokens=1024)
     found = {case.name: case for case in cases}
     assert list(found) == ["serial", "packed_segment", "prefill_extend", "prefill_extend, cached", "packed_dense"]
     rows = {"serial": 12 * 23, "prefill_extend, cached": 36}
@@ -124,7 +125,7 @@ def test_table_json_and_picture(tmp_path):
         assert text in result.output
     report = json.loads(target.read_text())
     assert len(report["cases"]) == 10
-    assert set(report["cases"][0]) == {field.name for field in fields(Case)}
+    assert set(report["cases"][0]) == {field.name for field in fields(ScoreCase)}
     assert [peer["peer"] for peer in report["peers"]] == ["transformers", "vllm"] * 2
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -152,10 +153,10 @@ def test_memory():
 
 def test_a_peer_that_fails_says_why():
     options = {"measured_items": 1, "repeats": 1}
-    case = time_peer([Path("/nowhere/python")], "vllm", "tiny", Workload(5, 2, 3), **options)
+    case = time_peer([Path("/nowhere/python")], "vllm", "tiny", ScoreWorkload(5, 2, 3), **options)
     assert (case.seconds, case.note) == (None, "not measured: none of the interpreters given has it")
     # A module of that name, but not a peer.
-    case = time_peer([Path(sys.executable)], "json", "tiny", Workload(5, 2, 3), **options)
+    case = time_peer([Path(sys.executable)], "json", "tiny", ScoreWorkload(5, 2, 3), **options)
     assert case.seconds is None
     assert case.note == "failed: KeyError: 'json'"
 
@@ -164,13 +165,13 @@ def test_a_peer_that_fails_says_why():
 @pytest.mark.parametrize("algorithm", ["prefill_extend", "packed_segment"])
 def test_memory_grows_with_the_budget_and_not_with_items(algorithm):
     bench = ScoreBench("tiny", 8192, dtype="float32", max_num_batched_tokens=512)
-    runs = [bench.run(bench.ids(100), bench.items(Workload(100, items, 5)), algorithm) for items in (500, 500, 5000)]
+    runs = [bench.run(bench.ids(100), bench.items(ScoreWorkload(100, items, 5)), algorithm) for items in (500, 500, 5000)]
     assert runs[2].peak <= 1.1 * runs[1].peak
 
 
 @pytest.mark.slow
 def test_transformers_as_a_peer():
-    case = time_peer([Path(sys.executable)], "transformers", "tiny", Workload(5, 6, 3), measured_items=2, repeats=1)
+    case = time_peer([Path(sys.executable)], "transformers", "tiny", ScoreWorkload(5, 6, 3), measured_items=2, repeats=1)
     assert case.note == ""
     assert case.seconds == pytest.approx(6 / case.items_per_s)
 
@@ -179,7 +180,7 @@ def test_transformers_as_a_peer():
 def test_a_cell_of_the_grid_and_its_picture(tmp_path):
     bench = ScoreBench("tiny", 1024, dtype="float32", max_num_batched_tokens=64)
     rows = [
-        measure_auto(bench, Query(tokens, cached), Workload(tokens, 6, 3), 1, 50)
+        measure_auto(bench, Query(tokens, cached), ScoreWorkload(tokens, 6, 3), 1, 50)
         for tokens, cached in ((1, False), (20, False), (20, True))
     ]
     for row in rows:

@@ -21,11 +21,11 @@ from chunkattn.cli import app
 from chunkattn.models.loader import load_tokenizer
 from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
-from chunkattn.tools.load.answers import Caller
+from chunkattn.tools.load.answers import Sender
 from chunkattn.tools.load.client import Client
-from chunkattn.tools.load.open_loop import OK, Record, Run, poisson, run
+from chunkattn.tools.load.open_loop import OK, LoadRun, Record, poisson, run
 from chunkattn.tools.load.summary import Objective, Spread, summarize
-from chunkattn.tools.load.workloads import WORDS, Form, Source, Texts, Workload
+from chunkattn.tools.load.workloads import WORDS, Source, Texts, WireForm, Workload
 from tests.virtual_time import VirtualLoop, run_virtually
 
 # The schedule
@@ -253,12 +253,12 @@ def test_goodput_counts_requests_within_the_objective(objective, good):
         return Record(0.0, 0.0, end, [first, second], OK, completion_tokens=2)
 
     records = [request(0.25, 0.28, 0.29), request(0.1, 0.2, 0.2), request(0.35, 0.36, 0.5), Record(0.0, 0.0, 0.01, [], "500")]
-    found = figures(Run(4, 0.0, 2.0, records), streamed=True, objective=Objective(**objective))
+    found = figures(LoadRun(4, 0.0, 2.0, records), streamed=True, objective=Objective(**objective))
     assert found.goodput == (None if good is None else good / 2)
 
 
 def test_an_objective_of_tokens_does_not_judge_scores():
-    done = Run(1, 0.0, 1.0, [Record(0.0, 0.0, 0.5, [], OK)])
+    done = LoadRun(1, 0.0, 1.0, [Record(0.0, 0.0, 0.5, [], OK)])
     assert figures(done, objective=Objective(ttft_ms=1.0)).goodput is None
 
 
@@ -283,7 +283,7 @@ def test_percentiles_are_those_of_their_definition():
 
 TOKENS = {word: 1 + len(word) % 3 for word in WORDS.split()}
 TEXTS = Texts(TOKENS)
-FORM = Form("m", "chunks", "rerank", 12, 9, 5, 7, 10, True, (3, 4))
+FORM = WireForm("m", "chunks", "rerank", 12, 9, 5, 7, 10, True, (3, 4))
 
 
 def tokens_of(text):
@@ -291,7 +291,7 @@ def tokens_of(text):
 
 
 def bodies(name, number, seed=0, **changes):
-    source = Source(Workload.parse(name), Form(**{**vars(FORM), **changes}), TEXTS, seed)
+    source = Source(Workload.parse(name), WireForm(**{**vars(FORM), **changes}), TEXTS, seed)
     return [json.loads(body) for body in islice(source, number)]
 
 
@@ -426,7 +426,7 @@ def exchange(*answers, items=None, requests=None, piece=1 << 20):
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         client = Client(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1", "key")
-        caller, records = Caller(client, "/x", items), []
+        caller, records = Sender(client, "/x", items), []
         for _ in range(requests or len(answers)):
             records.append(Record(0.0))
             await caller(b"{}", records[-1])
@@ -506,7 +506,7 @@ def test_an_abandoned_request_closes_its_connection():
 
         async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
-            caller, record = Caller(Client(f"http://127.0.0.1:{port}"), "/x", None), Record(0.0)
+            caller, record = Sender(Client(f"http://127.0.0.1:{port}"), "/x", None), Record(0.0)
             task = asyncio.create_task(caller(b"{}", record))
             await arrived.wait()
             while not record.tokens:
@@ -522,7 +522,7 @@ def test_an_abandoned_request_closes_its_connection():
 def test_no_server_is_a_failed_request():
     async def work():
         record = Record(0.0)
-        await Caller(Client("http://127.0.0.1:9"), "/x", None)(b"{}", record)
+        await Sender(Client("http://127.0.0.1:9"), "/x", None)(b"{}", record)
         return record
 
     assert asyncio.run(work()).status == "connection"

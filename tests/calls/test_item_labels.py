@@ -101,7 +101,7 @@ def test_an_item_with_two_lists_is_computed_twice():
     """`max_tokens_per_call` counts it so."""
     labels = [(5,), (6,), (5,), (5,)]
     tokens = ScoreInputs([1] * 10, [[2, 3], [2, 3], [2, 3], [4]], labels=labels, max_pack_tokens=1).tokens()
-    assert tokens == {"serial": 5 + 30, "packed_segment": 5 + 30, "prefill_extend": 5 + 10, "packed_dense": 5 + 10}
+    assert tokens == {"serial": 5 + 30, "packed_segment": 5 + 30, "prefill_extend": 5 + 10, "packed_dense": 5 + 30}
 
 
 def test_results_are_kept_by_the_items_labels(engine, job):

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from chunkattn import ChunkedPrompt, SamplingParams
 from chunkattn.calls import algorithms, score_inputs
+from chunkattn.calls.algorithms import AUTO
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.precompute import precompute_job
@@ -50,7 +51,7 @@ def frontend(files):
         config = EngineConfig(enable_chunk_aware=True, **options)
         made = Frontend(config, files)
         vocab = files.spec.vocab_size
-        rates, sizes, dense = StepRates(1e-3, 1e-5, 1e-9), StepSizes((2048,), 256), {"packed_dense": None}
+        rates, sizes, dense = StepRates(1e-3, 1e-5, 1e-9), StepSizes((2048,), 256), {"packed_dense": (None, 8192)}
         made.connect(EngineLimits(4096, 16, 1, 16384, 20, vocab, None, rates, sizes, backends=dense, config=config))
         return made
 
@@ -393,12 +394,13 @@ def test_priorities_in_range_are_taken():
         ServerConfig(priority_range=-1)
 
 
-def test_packed_dense_is_refused_unless_it_is_turned_on():
+def test_the_server_runs_no_baseline():
     body = ScoreBody(query="x", items=["y"], labels=["a"], algorithm="packed_dense")
-    with pytest.raises(ApiError, match="allow_packed_dense") as caught:
+    with pytest.raises(ApiError, match="packed_dense") as caught:
         asyncio.run(scoring.score(body, None, state(), None))
     assert (caught.value.status, caught.value.param) == (400, "algorithm")
-    scoring._check(state(allow_packed_dense=True), body)
+    for name in AUTO:
+        scoring._check(state(), body.model_copy(update={"algorithm": name}))
 
 
 # Texts of tokens

@@ -9,6 +9,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from chunkattn.backends import AttentionBatch
+from chunkattn.backends.packed_dense import PackedDenseBackend
 from chunkattn.calls import score
 from chunkattn.calls.algorithms import (
     ALGORITHMS,
@@ -21,6 +22,7 @@ from chunkattn.calls.algorithms import (
     refusals,
     select_algorithm,
 )
+from chunkattn.calls.score import ScoreCall
 from chunkattn.calls.score_memory import digests
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
@@ -97,7 +99,7 @@ def test_many_items_are_split_into_packs(count, engine, oracle, monkeypatch):
     items = [rng.integers(0, VOCAB, rng.integers(0, 6)).tolist() for _ in range(count)]
     llm = engine("qwen3")
     bounds = score._bounds
-    sizes = {"max_pack_tokens": 300, "max_multi_item_seq_len": 200, "max_batch_tokens": 100}
+    sizes = {"max_pack_tokens": 300, "max_batch_tokens": 100}
     monkeypatch.setattr(score, "_bounds", lambda *args: bounds(*args) | sizes)
     expected = one_forward_per_item(oracle("qwen3"), [1, 2, 3], items, [4, 5])
     for algorithm in SHARING:
@@ -391,10 +393,14 @@ def test_prefill_extend_needs_a_cache(engine):
         llm.score([1], [[2], [3]], label_token_ids=[5], algorithm="prefill_extend")
 
 
-def test_a_dense_pack_has_a_limit(engine):
-    llm = engine("qwen3", max_multi_item_seq_len=40)
+def test_a_dense_pack_has_a_limit(checkpoint, monkeypatch):
+    monkeypatch.setattr(PackedDenseBackend, "max_rows", 40)
+    llm = LLM(str(checkpoint("qwen3")), skip_tokenizer_init=True, dtype="float32", kv_cache_memory_bytes=1 << 20)
+    packs = ScoreCall(llm.frontend, [1] * 30, [[2, n] for n in range(9)], [(5,)] * 9, algorithm="packed_dense")
+    packs.plan({})
+    assert [len(request.layout) for stage in packs.stages() for request in stage] == [40, 38]
     assert llm.score([1] * 30, [[2] * 10] * 3, label_token_ids=[5], algorithm="packed_dense").algorithm == "packed_dense"
-    with pytest.raises(RequestError, match=r"longest item are 41 tokens.*max_multi_item_seq_len 40"):
+    with pytest.raises(RequestError, match=r"longest item are 41 tokens, a pack has at most 40"):
         llm.score([1] * 30, [[2], [2] * 11], label_token_ids=[5], algorithm="packed_dense")
 
 
@@ -415,8 +421,9 @@ def test_a_dense_pack_takes_no_pages_and_is_refused_before_any_work(engine, orac
         bytes_kept.core.add(pack)
     with pytest.raises(RequestError, match="a request cannot name the attention backend 'xla'"):
         small.core.add(replace(pack, backend="xla"))
-    with pytest.raises(RequestError, match="packed_dense: a pack of 300 tokens exceeds max_multi_item_seq_len 200"):
-        engine("qwen3", max_multi_item_seq_len=200).core.add(pack)
+    narrow = replace(small.limits, backends={"packed_dense": (None, 200)})
+    with pytest.raises(RequestError, match="packed_dense: a pack of 300 tokens exceeds the limit of 200 rows"):
+        narrow.check(pack)
 
 
 def test_dense_packs_take_turns_with_other_requests(engine):

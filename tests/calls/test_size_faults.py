@@ -15,7 +15,6 @@ from chunkattn import LLM, ChunkedPrompt, DocumentPrompt, SamplingParams, make_l
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.calls import precompute
 from chunkattn.cli import cache, prompts
-from chunkattn.cli.common import app
 from chunkattn.documents.records import DocumentRecord, Prefix, Scope
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest
@@ -25,6 +24,7 @@ from chunkattn.parsers import PromptParser, parser
 from chunkattn.parsers.arguments import check_ids
 from chunkattn.server.app import create_app
 from chunkattn.server.state import ServerState
+from chunkattn.terminal.commands import app
 from chunkattn.web.errors import api_error
 from chunkattn.web.options import ServerConfig
 

@@ -12,16 +12,15 @@ import pytest
 from rich.console import Console
 
 from chunkattn import LLM, SamplingParams
-from chunkattn.cli import progress
-from chunkattn.cli.common import log_to_stderr
-from chunkattn.cli.progress import Rounds, timed
 from chunkattn.engine.programs import ProgramCounts
+from chunkattn.terminal import progress
+from chunkattn.terminal.commands import log_to_stderr
+from chunkattn.terminal.progress import Rounds, timed
 from chunkattn.tools.bench.measure import round_name
 from tests.patience import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-AT_ONCE = {"decide_eval_data", "fuzz_cache", "gpu_aot", "mutants", "random_model", "serve_attacks", "tpu_aot"}
-AT_ONCE |= {"trace_calls", "visited_tiles"}
+AT_ONCE = {"decide_eval_data", "gpu_aot", "random_model", "serve_attacks", "tpu_aot", "trace_calls", "visited_tiles"}
 """Scripts that print a line as soon as a case has ended, or that take a few seconds."""
 
 

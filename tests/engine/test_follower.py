@@ -10,15 +10,13 @@ import pytest
 from transformers import AutoModelForSequenceClassification
 
 from chunkattn import LLM, SamplingParams
-from chunkattn.config import EngineConfig
 from chunkattn.engine.follower import Follower
 from chunkattn.engine.host_calls import Forward, HostCall, ReadClasses
 from chunkattn.models.loader import open_files
-from chunkattn.remote.hosts.group_messages import call_frames
+from chunkattn.remote.hosts.group_messages import CALLS as FRAMES
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
 from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, OPTIONS, Answers
 
-FRAMES = call_frames(EngineConfig())
 FORKED = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=4, logit_bias={5: 2.0}, min_tokens=2, logprobs=0)
 
 

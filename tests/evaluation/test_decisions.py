@@ -17,8 +17,8 @@ from chunkattn.errors import ConfigError, RequestError
 from chunkattn.parsers.state_template import StateTemplate
 from chunkattn.tools.eval.chart import draw
 from chunkattn.tools.eval.data import Decisions, read_data
-from chunkattn.tools.eval.decisions import WAYS, Given, Way, brier, compare, conclusion, ece, examine, shares_of
-from chunkattn.tools.eval.labels import SOURCES, Sample, calibrate_labels, fit, log_loss, samples_of
+from chunkattn.tools.eval.decisions import WAYS, Way, WayAnswers, brier, compare, conclusion, ece, examine, shares_of
+from chunkattn.tools.eval.labels import SOURCES, LabelSample, calibrate_labels, fit, log_loss, samples_of
 from chunkattn.tools.eval.recipes import Passage
 from chunkattn.tools.eval.results import Results
 
@@ -107,7 +107,7 @@ def test_rows_by_hand():
     asked = (Choice("a", ["b", "c"]), Predicate("d"))
     lines = [Decisions(n, "s", asked, (0, 1)) for n in range(3)]
     right, wrong = [np.array([0.8, 0.2]), np.array([0.4, 0.6])], [np.array([0.2, 0.8]), np.array([0.4, 0.6])]
-    base, other = Given([right, wrong, wrong], [wrong, wrong, wrong]), Given([right] * 3, [right] * 3)
+    base, other = WayAnswers([right, wrong, wrong], [wrong, wrong, wrong]), WayAnswers([right] * 3, [right] * 3)
     rows = compare(lines, {Way("letters"): base, Way("likelihood", True): other})
     assert [row.name for row in rows] == ["letters", "likelihood, N/A"]
     means = {name: mean.mean for name, mean in rows[0].means.items()}
@@ -136,7 +136,7 @@ def made_samples(rng, count, temperature, bias, lines=None):
         z = (scores - np.array([*bias.values()] or 0.0)) / temperature
         p = np.exp(z - z.max())
         right = int(rng.choice(len(p), p=p / p.sum()))
-        found.append(Sample(number % (lines or count), names, scores + rng.normal(), right))
+        found.append(LabelSample(number % (lines or count), names, scores + rng.normal(), right))
     return found
 
 
@@ -155,7 +155,7 @@ def test_only_a_gain_on_the_other_half_is_kept(rng):
     assert not fits["separate"].is_kept
     assert fits["letters"].after < fits["letters"].before
     assert fits["letters"].notes()["lines_of_the_report"] == 200
-    sample = Sample(0, ["A", "B"], np.log([0.5, 0.5]), 0)
+    sample = LabelSample(0, ["A", "B"], np.log([0.5, 0.5]), 0)
     assert log_loss(sample, LabelScale(2.0, {"A": 1.0, "C": 9.0})) == pytest.approx(np.log(1 + np.exp(0.5)))
     with pytest.raises(RequestError, match="needs 20 questions of a kind in each half of the lines; there are letters 30"):
         calibrate_labels({"letters": samples["letters"][:30]}, 30)
@@ -281,7 +281,7 @@ def test_results_are_kept_and_no_order_of_options_flips_an_answer(folder, tmp_pa
 
 def test_options_without_letters_are_samples_of_likelihood_alone(chat_llm):
     asked = Choice("Who?", [f"person {number}" for number in range(30)])
-    given = Given([[np.full(30, 1 / 30)]], [])
+    given = WayAnswers([[np.full(30, 1 / 30)]], [])
     samples = samples_of(chat_llm, [Decisions(1, "a", (asked,), (0,))], dict.fromkeys(SOURCES, given))
     assert {kind: len(own) for kind, own in samples.items()} == {"likelihood": 1, "separate": 1}
 

@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.calibration import Calibration, read_calibration
 from chunkattn.cli import app
-from chunkattn.cli.common import check_file
 from chunkattn.config import make_config
 from chunkattn.errors import ConfigError, EngineError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.parsers import PromptParser
+from chunkattn.terminal.files import check_file
 from chunkattn.tools.eval.calibrate import Found, Halves, halves_of
 from chunkattn.tools.eval.calibrate import calibrate as search_and_report
 from chunkattn.tools.eval.chart import draw
@@ -781,7 +781,8 @@ def test_the_engines_of_both_commands_bound_chunks_by_positions_alone(tmp_path, 
         made.append(options)
         raise ConfigError("seen")
 
-    monkeypatch.setattr("chunkattn.cli.evaluate.make_llm", make)
+    for module in ("command", "calibrate_command"):
+        monkeypatch.setattr(f"chunkattn.tools.eval.{module}.make_llm", make)
     for command in ("eval", "calibrate"):
         assert CliRunner().invoke(app, [command, str(data), "--tokenizer", "other"]).exit_code == 2
     for options in made:

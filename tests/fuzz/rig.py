@@ -80,7 +80,6 @@ class Subject:
             "dtype": self.dtype,
             "block_size": self.block,
             "max_num_batched_tokens": 8 * self.block,
-            "max_multi_item_seq_len": 12 * self.block,
             "kv_cache_memory_bytes": PAGES * page,
         }
 

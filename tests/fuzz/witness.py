@@ -58,7 +58,7 @@ class ColdEngine:
 
     def __init__(self, model: Path, subject: Subject) -> None:
         self.tolerance = subject.tolerance
-        options = {"enable_prefix_caching": False, "max_multi_item_seq_len": 24 * subject.block, "dtype": subject.dtype}
+        options = {"enable_prefix_caching": False, "dtype": subject.dtype}
         options |= {"kv_cache_memory_bytes": 1 << 19}
         config = make_config(str(model), options | {"skip_tokenizer_init": True})
         self._core = build_core(config, open_files(config))

@@ -1,4 +1,4 @@
-"""Random checkpoint folders and GGUF files: transformers' logits or one clear error. `benchmarks.fuzz_files` makes more."""
+"""Random checkpoint folders and GGUF files: transformers' logits or one clear error. `tests.soak.fuzz_files` makes more."""
 
 import pytest
 

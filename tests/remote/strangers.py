@@ -10,13 +10,11 @@ import numpy as np
 import zmq
 from zmq.utils import z85
 
-from chunkattn.config import EngineConfig
 from chunkattn.engine.host_calls import CopyPages, Forward, ReadTokens, ResetPool
-from chunkattn.remote.hosts.group_messages import TO_FIRST, TO_OTHER, Busy, End, Failed, Hello, Join, Refused, call_frames
+from chunkattn.remote.hosts.group_messages import CALLS, TO_FIRST, TO_OTHER, Busy, End, Failed, Hello, Join, Refused
 
 GREETING = b"\xff" + bytes(8) + b"\x7f"
 """First bytes that a ZeroMQ port sends and expects."""
-CALLS = call_frames(EngineConfig())
 SMALL_BUT_HUGE = msgspec.msgpack.encode([("Forward", {"leaves": [("<f4", (1 << 28,), bytes(4), (0,), b"")], "backend": None})])
 """A frame of few bytes whose array takes 1 GiB."""
 

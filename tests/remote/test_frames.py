@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from chunkattn.config import EngineConfig
 from chunkattn.engine.host_calls import Forward
 from chunkattn.remote.frames import from_plain, to_plain
-from chunkattn.remote.hosts.group_messages import call_frames
+from chunkattn.remote.hosts.group_messages import CALLS
 
 KINDS = st.sampled_from(["bool", "int32", "uint32", "int64", "float32", "float64", "uint8", "float16"])
 
@@ -76,7 +75,7 @@ def test_wrong_arrays_are_refused_before_they_are_made(plain):
     tracemalloc.start()
     try:
         with pytest.raises(msgspec.DecodeError):
-            call_frames(EngineConfig()).decode(frame)
+            CALLS.decode(frame)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -84,7 +83,7 @@ def test_wrong_arrays_are_refused_before_they_are_made(plain):
 
 def test_all_arrays_of_a_frame_share_its_room():
     array = ("<i4", (1 << 25,), bytes(4), (0,), b"")  # 128 MiB, and the room is 512 MiB
-    frames = call_frames(EngineConfig())
+    frames = CALLS
     with pytest.raises(msgspec.DecodeError, match="at most 536870912 bytes"):
         frames.decode(msgspec.msgpack.encode([("Forward", {"leaves": [array] * 5, "backend": None})]))
     assert frames.decode(frames.encode([Forward((np.arange(5),), None)]))[0].leaves[0].tolist() == [0, 1, 2, 3, 4]

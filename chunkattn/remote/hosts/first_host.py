@@ -19,6 +19,7 @@ from chunkattn.remote.hosts import group
 from chunkattn.remote.hosts.gate import Gate
 from chunkattn.remote.hosts.group import CONNECT_S, KEY_BYTES, REPORT_S
 from chunkattn.remote.hosts.group_messages import (
+    CALLS,
     TO_FIRST,
     TO_OTHER,
     Busy,
@@ -27,7 +28,6 @@ from chunkattn.remote.hosts.group_messages import (
     Join,
     Opened,
     Refused,
-    call_frames,
     difference,
     traits_of,
 )
@@ -95,7 +95,7 @@ class FirstHost:
 
     def __init__(self, context: Context, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self._context, self._config, self._traits = context, config, traits_of(config, checkpoint)
-        self._frames = call_frames(config)
+        self._frames = CALLS
         self._ip, port = own_address(config)
         key = curve_key(config)
         self._hellos = beating(context, zmq.ROUTER, config)

@@ -16,7 +16,7 @@ from chunkattn.remote.messages import Checkpoint, Failed
 
 _OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index", "group_secret_file")
 """Options that may differ between hosts."""
-_LEAST_ROOM_BYTES = 1 << 29
+_ROOM_BYTES = 1 << 29
 """Bytes for the arrays of one call: edits of 64 rows over a vocabulary of 256K tokens take 208 MiB."""
 
 
@@ -76,13 +76,8 @@ TO_OTHER = Frames([Refused, Join, Busy, End])
 """Frames of the first host to another, besides calls."""
 
 
-def call_frames(config: EngineConfig) -> Frames:
-    """Return the frames that carry the calls of the first host.
-
-    Args:
-        config: options of the engine, which bound the arrays of a call.
-    """
-    return Frames([Opened, End, *get_args(HostCall)], max(_LEAST_ROOM_BYTES, 2 * config.max_multi_item_seq_len**2))
+CALLS = Frames([Opened, End, *get_args(HostCall)], _ROOM_BYTES)
+"""Frames that carry the calls of the first host."""
 
 
 def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:

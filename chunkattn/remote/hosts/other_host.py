@@ -17,7 +17,7 @@ from chunkattn.errors import ConfigError
 from chunkattn.remote.hosts import group
 from chunkattn.remote.hosts.gate import Gate
 from chunkattn.remote.hosts.group import CONNECT_S, REPORT_S
-from chunkattn.remote.hosts.group_messages import TO_FIRST, TO_OTHER, Busy, End, Hello, Join, Refused, call_frames, traits_of
+from chunkattn.remote.hosts.group_messages import CALLS, TO_FIRST, TO_OTHER, Busy, End, Hello, Join, Refused, traits_of
 from chunkattn.remote.hosts.group_secret import curve_key
 from chunkattn.remote.hosts.group_sockets import Context, Socket, beating, bracketed, connect_with, has_gone, listen_with, url
 from chunkattn.remote.messages import Checkpoint, Failed
@@ -51,7 +51,7 @@ class OtherHost:
 
     def __init__(self, context: Context, config: EngineConfig, checkpoint: Checkpoint) -> None:
         self._context, self._config, self._traits = context, config, traits_of(config, checkpoint)
-        self._frames, first_key = call_frames(config), zmq.curve_public(curve_key(config))
+        self._frames, first_key = CALLS, zmq.curve_public(curve_key(config))
         self._hellos = beating(context, zmq.DEALER, config)
         self._hellos.immediate = True  # no `Hello` waits for a later start of the first host
         self._hellos.reconnect_ivl = _RECONNECT_MS

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from chunkattn.calls.algorithms import AUTO
 from chunkattn.calls.rerank import rerank_call
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RerankOutput, RerankResult, ScoreOutput, ScoreUsage
@@ -218,8 +219,8 @@ def _check(state: ServerState, body: ScoringBody) -> None:
     state.check_model(body.model)
     state.check_ready()
     state.check_priority(body.priority)
-    if body.algorithm == "packed_dense" and not state.config.allow_packed_dense:
-        text = "packed_dense is a baseline for comparison, and off on this server; the option allow_packed_dense allows it"
+    if body.algorithm not in (None, "auto", *AUTO):  # a baseline delays all other requests
+        text = f"unknown algorithm {body.algorithm!r}; choose auto, {', '.join(AUTO)}"
         raise ApiError(400, text, param="algorithm", code="invalid_value")
 
 

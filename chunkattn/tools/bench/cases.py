@@ -1,94 +1,26 @@
-"""Cases of `chunkattn bench gen`: their sizes, their prompts, and chunkattn's measurement of each."""
+"""Cases of `chunkattn bench gen`: their prompts, and chunkattn's measurement of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from time import perf_counter
 from typing import NamedTuple
 
+from chunkattn.calls.algorithms import AUTO
 from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.errors import EngineError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
 from chunkattn.tools.bench.peer_script import DecodeClock
-from chunkattn.tools.bench.score import BLOCK, IN_ORDER, ScoreBench, Workload, needed_flops, pool_tokens
-
-CASES = ("prefill", "rag", "decode", "score")
-_SPARE = 8
-"""Tokens generated beyond those that are timed, because vLLM may start some sequences a few steps early."""
+from chunkattn.tools.bench.score import ScoreBench, needed_flops
+from chunkattn.tools.bench.sizes import CASES, SPARE, Setup, Sizes
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Token counts of the cases.
-
-    Attributes:
-        prefill: tokens of each plain prompt that is timed.
-        documents: number of documents.
-        document_tokens: tokens per document.
-        prefix_tokens: tokens of the prefix before the documents.
-        question_tokens: tokens of the question after the documents.
-        sequences: numbers of sequences that decode together.
-        prompt_tokens: tokens of the prompt of each sequence that decodes.
-        decode_tokens: timed tokens of each sequence that decodes.
-        score: query and items of the scoring request.
-        block_size: slots per page.
-    """
-
-    prefill: tuple[int, ...] = (2000, 6000)
-    documents: int = 12
-    document_tokens: int = 500
-    prefix_tokens: int = 32
-    question_tokens: int = 50
-    sequences: tuple[int, ...] = (1, 16)
-    prompt_tokens: int = 128
-    decode_tokens: int = 32
-    score: Workload = field(default_factory=lambda: Workload(items=100))
-    block_size: int = BLOCK
-
-    @property
-    def rag_tokens(self) -> int:
-        """Return the tokens of a prompt of documents."""
-        return self.prefix_tokens + self.documents * self.document_tokens + self.question_tokens
-
-    def longest(self, cases: Sequence[str]) -> int:
-        """Return the tokens of the longest sequence of some cases, generated tokens included.
-
-        Args:
-            cases: names in `CASES`.
-        """
-        lengths = {
-            "prefill": max(self.prefill) + 1,
-            "rag": self.rag_tokens + 1,
-            "decode": self.prompt_tokens + self.decode_tokens + _SPARE,
-            "score": self.score.query + self.score.item_len + 1,
-        }
-        return max(lengths[case] for case in cases)
-
-    def kv_tokens(self, cases: Sequence[str]) -> int:
-        """Return the size in tokens of a KV pool that runs some cases without eviction.
-
-        Args:
-            cases: names in `CASES`.
-        """
-        page = self.block_size
-        query, items, item_len = self.score.query, self.score.items, self.score.item_len + page
-        chunks = self.prefix_tokens + self.documents * (self.document_tokens + page)
-        sequence = self.prompt_tokens + self.decode_tokens + _SPARE + page
-        tokens = {
-            "prefill": max(self.prefill) + 2 * page,
-            "rag": chunks + 2 * (self.question_tokens + 2 * page),  # the documents stay, and two questions follow
-            "decode": max(self.sequences) * sequence,
-            "score": min(pool_tokens(query), 4 * (query + items * item_len)),  # a pack has a quarter of the pool
-        }
-        return max(tokens[case] for case in cases)
-
-
-class Sample(NamedTuple):
+class Timing(NamedTuple):
     """One measurement of chunkattn.
 
     Attributes:
@@ -105,12 +37,12 @@ class Sample(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class BenchJob:
     """One measurement to take, with token ids of its own.
 
     Attributes:
-        name: see `Case`.
-        unit: see `Case`.
+        name: see `GenCase`.
+        unit: see `GenCase`.
         measure: measures chunkattn.
         batches: token ids that vLLM gets; see `PeerProcess.run`.
         max_tokens: tokens to generate for each prompt.
@@ -119,7 +51,7 @@ class Job:
 
     name: str
     unit: str
-    measure: Callable[[], Sample]
+    measure: Callable[[], Timing]
     batches: list[list[list[int]]]
     max_tokens: int = 1
     items: int = 0
@@ -140,54 +72,57 @@ class GenerateBench:
     """Engine over random weights, and the jobs of the benchmark.
 
     Args:
-        geometry: name of the model's geometry.
-        sizes: token counts of the cases.
-        cases: names in `CASES`.
-        dtype: dtype of weights and K/V.
+        setup: model and page size.
+        sizes: cases and their token counts.
     """
 
-    def __init__(self, geometry: str, sizes: Sizes, cases: Sequence[str], *, dtype: str = "bfloat16") -> None:
-        self.sizes, self.cases = sizes, cases
-        running = max(64, *sizes.sequences)
-        pool, block_size = sizes.kv_tokens(cases), sizes.block_size
-        self.engine = ScoreBench(geometry, pool, dtype=dtype, block_size=block_size, max_num_seqs=running)
+    def __init__(self, setup: Setup, sizes: Sizes) -> None:
+        self.sizes = sizes
+        pool, running = sizes.kv_tokens(setup.page), max(64, *sizes.sequences)
+        self.engine = ScoreBench(setup.geometry, pool, dtype=setup.dtype, block_size=setup.page, max_num_seqs=running)
         self._numbers = count()
 
-    def makers(self) -> Iterator[Callable[[], list[Job]]]:
-        """Yield a function for each case that makes the jobs of one round."""
-        for case in self.cases:
-            if case == "prefill":
-                yield from (partial(self.prefill, tokens) for tokens in self.sizes.prefill)
-            elif case == "rag":
-                yield self.rag
-            elif case == "decode":
-                yield from (partial(self.decode, sequences) for sequences in self.sizes.sequences)
-            else:
-                yield self.score
+    def makers(self) -> list[Callable[[], list[BenchJob]]]:
+        """Return the functions that make the jobs of one round, in the order of `CASES`."""
+        makers: dict[str, list[Callable[[], list[BenchJob]]]] = {
+            "prefill": [partial(self.prefill, tokens) for tokens in self.sizes.prefill],
+            "rag": [self.rag],
+            "plain": [self.plain],
+            "decode": [partial(self.decode, sequences) for sequences in self.sizes.sequences],
+            "score": [self.score],
+        }
+        return [make for case in CASES if case in self.sizes.case for make in makers[case]]
 
-    def prefill(self, tokens: int) -> list[Job]:
+    def prefill(self, tokens: int) -> list[BenchJob]:
         """Return the job of one plain prompt.
 
         Args:
             tokens: tokens of the prompt.
         """
         ids = self.engine.ids(tokens)
-        return [Job(f"prefill {tokens}", "s", partial(self.generate, [make_layout([], [], ids)]), [[ids]])]
+        return [BenchJob(f"prefill {tokens}", "s", partial(self.generate, [make_layout([], [], ids)]), [[ids]])]
 
-    def rag(self) -> list[Job]:
+    def rag(self) -> list[BenchJob]:
         """Return two jobs over the same documents: nothing cached, then all documents cached, in a new order."""
-        sizes = self.sizes
+        return self._documents("rag")
+
+    def plain(self) -> list[BenchJob]:
+        """Return the jobs of `rag` as ordinary causal prompts, of which the prefix alone is found again in the new order."""
+        return self._documents("plain")
+
+    def _documents(self, case: str) -> list[BenchJob]:
+        sizes, jobs = self.sizes, []
         prefix = self.engine.ids(sizes.prefix_tokens)
         documents = [self.engine.ids(sizes.document_tokens) for _ in range(sizes.documents)]
-        jobs = []
         for state, ordered in (("cold", documents), ("warm", documents[1:] + documents[:1])):
             question = self.engine.ids(sizes.question_tokens)
-            measure = partial(self.generate, [make_layout(prefix, ordered, question)], fresh=state == "cold")
-            name = f"rag {state} {sizes.documents} x {sizes.document_tokens} + {sizes.question_tokens}"
-            jobs.append(Job(name, "s", measure, [[[*prefix, *(token for ids in ordered for token in ids), *question]]]))
+            whole = [*prefix, *chain.from_iterable(ordered), *question]
+            layout = make_layout([], [], whole) if case == "plain" else make_layout(prefix, ordered, question)
+            name = f"{case} {state} {sizes.documents} x {sizes.document_tokens} + {sizes.question_tokens}"
+            jobs.append(BenchJob(name, "s", partial(self.generate, [layout], fresh=state == "cold"), [[whole]]))
         return jobs
 
-    def decode(self, sequences: int) -> list[Job]:
+    def decode(self, sequences: int) -> list[BenchJob]:
         """Return the job of sequences that decode together.
 
         Args:
@@ -195,10 +130,10 @@ class GenerateBench:
         """
         prompts = [self.engine.ids(self.sizes.prompt_tokens) for _ in range(sequences)]
         layouts = [make_layout([], [], prompt) for prompt in prompts]
-        tokens = 1 + self.sizes.decode_tokens + _SPARE
-        return [Job(f"decode {sequences}", "tok/s", partial(self.generate, layouts, tokens), [prompts], tokens)]
+        tokens = 1 + self.sizes.decode_tokens + SPARE
+        return [BenchJob(f"decode {sequences}", "tok/s", partial(self.generate, layouts, tokens), [prompts], tokens)]
 
-    def score(self) -> list[Job]:
+    def score(self) -> list[BenchJob]:
         """Return the job of one scoring request.
 
         `auto` picks the algorithm. vLLM gets the first item before the others, so that the query is in its cache.
@@ -208,23 +143,23 @@ class GenerateBench:
         prompts = [query + item for item in items]
         name = f"score {workload.query} + {workload.items} x {workload.item_len}"
         batches = [batch for batch in (prompts[:1], prompts[1:]) if batch]
-        return [Job(name, "items/s", partial(self._score, query, items), batches, items=len(items))]
+        return [BenchJob(name, "items/s", partial(self._score, query, items), batches, items=len(items))]
 
-    def _score(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> Sample:
+    def _score(self, query: list[int], items: list[list[int]], algorithm: str = "auto") -> Timing:
         self.engine.core.reset_prefix_cache()
-        found = self.engine.run(query, items, algorithm)
-        return Sample(found.seconds, None, found.flops, found.output.usage.cached_tokens)
+        run = self.engine.run(query, items, algorithm)
+        return Timing(run.seconds, None, run.flops, run.output.usage.cached_tokens)
 
     def warm_up_score(self) -> None:
         """Run every scoring algorithm that `auto` may take."""
         workload = self.sizes.score
         query, items = self.engine.ids(workload.query), self.engine.items(workload)
         refused = self.engine.refused(query, items)
-        for name in IN_ORDER:
-            if name not in (*refused, "packed_dense"):
+        for name in AUTO:
+            if name not in refused:
                 self._score(query, items[:2] if name == "serial" else items, name)
 
-    def generate(self, layouts: list[ChunkLayout], max_tokens: int = 1, *, fresh: bool = True) -> Sample:
+    def generate(self, layouts: list[ChunkLayout], max_tokens: int = 1, *, fresh: bool = True) -> Timing:
         """Generate for all prompts at once.
 
         Args:
@@ -256,4 +191,4 @@ class GenerateBench:
             clock.step(counts, ended=ended)
         seconds = perf_counter() - began
         # Only one prompt may have cached tokens, and its cached tokens come before the question.
-        return Sample(seconds, clock.rate, needed_flops(core.runner, requests, cached), cached)
+        return Timing(seconds, clock.rate, needed_flops(core.runner, requests, cached), cached)

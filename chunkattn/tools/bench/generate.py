@@ -14,18 +14,19 @@ from pathlib import Path
 from time import sleep
 
 from chunkattn.errors import EngineError
-from chunkattn.tools.bench.cases import CASES, GenerateBench, Job, Sample, Sizes
+from chunkattn.tools.bench.cases import BenchJob, GenerateBench, Timing
 from chunkattn.tools.bench.geometry import GEOMETRIES
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, round_name
+from chunkattn.tools.bench.peak_rates import matmul_rate, read_mib, read_rate
 from chunkattn.tools.bench.peers import NOT_FOUND, PeerError, PeerProcess, find_python
-from chunkattn.tools.bench.score import matmul_rate, read_mib, read_rate
+from chunkattn.tools.bench.sizes import Setup, Sizes
 
 _PAUSE_S = 0.3
 """Seconds between two processes' jobs, because idle threads of OpenMP and XLA spin for a while."""
 
 
 @dataclass(frozen=True)
-class Case:
+class GenCase:
     """Row of the table.
 
     Attributes:
@@ -39,7 +40,7 @@ class Case:
         cached: prompt tokens found in chunkattn's cache.
         compiles: programs that chunkattn compiled in the timed rounds.
         peak_share: share of the machine's rate that the median needs. `tok/s` reads the weights once a step and counts against
-            `Report.read_bytes_per_s`. Other cases count needed operations against `Report.matmul_flops`.
+            `GenReport.read_bytes_per_s`. Other cases count needed operations against `GenReport.matmul_flops`.
         peak_mib: peak resident host memory of this process in the timed rounds in MiB, without the memory of an accelerator.
     """
 
@@ -57,7 +58,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Report:
+class GenReport:
     """Result of the benchmark.
 
     Attributes:
@@ -72,7 +73,7 @@ class Report:
         peer_note: reason for missing figures of the peer, or a limitation of them.
     """
 
-    cases: list[Case]
+    cases: list[GenCase]
     backend: str
     weight_bytes: int
     matmul_flops: float
@@ -83,96 +84,78 @@ class Report:
 
 
 def run(
-    geometry: str,
+    setup: Setup,
     sizes: Sizes,
-    cases: Sequence[str] = CASES,
     *,
-    dtype: str = "bfloat16",
-    repeats: int = 3,
     pythons: Sequence[Path] | None = None,
     progress: Progress = nullcontext,
-) -> Report:
+) -> GenReport:
     """Measure cases on random weights, and vLLM beside them.
 
     Args:
-        geometry: name of the model's geometry.
-        sizes: token counts of the cases.
-        cases: names in `CASES`, in order.
-        dtype: dtype of weights and K/V.
-        repeats: number of timed rounds, after one round that compiles.
+        setup: model and rounds.
+        sizes: cases and their token counts.
         pythons: interpreters, of which the first with vLLM runs it; None measures no peer.
         progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
         EngineError: a step failed.
     """
-    bench = GenerateBench(geometry, sizes, cases, dtype=dtype)
-    if "score" in cases:
+    bench, rows = GenerateBench(setup, sizes), list[_Row]()
+    if "score" in sizes.case:
         with progress("score, first requests"):
             bench.warm_up_score()
-    rows: list[_Row] = []
     matmul = read = 0.0
-
-    def measure_rates() -> None:
-        nonlocal matmul, read
-        matmul, read = max(matmul, matmul_rate(dtype)), max(read, read_rate())
-
-    with _Peer(geometry, sizes, cases, dtype, pythons, progress) as peer:
+    with _Peer(setup, sizes.longest, pythons, progress) as peer:
         for make in bench.makers():
-            for job in make():
-                with progress(f"{job.name}, {round_name(0, repeats)}"):
-                    job.measure()
-                peer.measure(job, round_name(0, repeats))
-            measure_rates()
-            rows += _rounds(bench, make, peer, repeats, progress)
-            measure_rates()
-    core = bench.engine.core
-    return Report(
-        [row.case(core.runner.weight_bytes, matmul, read) for row in rows],
-        core.runner.backend.name,
-        core.runner.weight_bytes,
-        matmul,
-        read,
-        read_mib(),
-        peer.name,
-        peer.note,
-    )
+            _round(bench, make, peer, round_name(0, setup.repeats), progress, {})
+            matmul, read = max(matmul, matmul_rate(setup.dtype)), max(read, read_rate())
+            reset_peak()
+            measured: dict[str, _Row] = {}
+            for number in range(setup.repeats):
+                _round(bench, make, peer, round_name(number + 1, setup.repeats), progress, measured)
+            rows += measured.values()
+            matmul, read = max(matmul, matmul_rate(setup.dtype)), max(read, read_rate())
+    runner = bench.engine.core.runner
+    table = [row.case(runner.weight_bytes, matmul, read) for row in rows]
+    return GenReport(table, runner.backend.name, runner.weight_bytes, matmul, read, read_mib(), peer.name, peer.note)
 
 
-def _rounds(bench: GenerateBench, make: Callable[[], list[Job]], peer: _Peer, repeats: int, progress: Progress) -> list[_Row]:
-    """Measure the jobs of one case in timed rounds, chunkattn first."""
-    rows: dict[str, _Row] = {}
+def _round(
+    bench: GenerateBench,
+    make: Callable[[], list[BenchJob]],
+    peer: _Peer,
+    number: str,
+    progress: Progress,
+    rows: dict[str, _Row],
+) -> None:
+    """Measure the jobs of one case once, chunkattn first, and add the values to the rows of their names."""
     compiles = bench.engine.core.runner.compiles
-    reset_peak()
-    for number in range(repeats):
-        for job in make():
-            name = round_name(number + 1, repeats)
-            row = rows.setdefault(job.name, _Row(job))
-            before = compiles.total()
-            with progress(f"{job.name}, {name}"):
-                row.samples.append(job.measure())
-            row.compiles += compiles.total() - before
-            row.peak = max(row.peak, peak_bytes())
-            if (value := peer.measure(job, name)) is not None:
-                row.peer_values.append(value)
-    return list(rows.values())
+    for job in make():
+        row, before = rows.setdefault(job.name, _Row(job)), compiles.total()
+        with progress(f"{job.name}, {number}"):
+            row.samples.append(job.measure())
+        row.compiles += compiles.total() - before
+        row.peak = max(row.peak, peak_bytes())
+        if (value := peer.measure(job, number)) is not None:
+            row.peer_values.append(value)
 
 
 @dataclass
 class _Row:
     """Measurements of one row of the table."""
 
-    job: Job
-    samples: list[Sample] = field(default_factory=list)
+    job: BenchJob
+    samples: list[Timing] = field(default_factory=list)
     peer_values: list[float] = field(default_factory=list)
     compiles: int = 0
     peak: int = 0
 
-    def case(self, weight_bytes: int, matmul: float, read: float) -> Case:
+    def case(self, weight_bytes: int, matmul: float, read: float) -> GenCase:
         """Return the row, with shares of the machine's rates in FLOP/s and bytes/s."""
-        found = [self.job.value(sample.seconds, sample.decode_rate) for sample in self.samples]
-        values = [value for value in found if value is not None]
-        if len(values) < len(found):
+        measured = [self.job.value(sample.seconds, sample.decode_rate) for sample in self.samples]
+        values = [value for value in measured if value is not None]
+        if len(values) < len(measured):
             raise EngineError(f"{self.job.name}: the sequences do not decode together for as many tokens")
         # A peer that failed in some round has no figure.
         theirs = self.peer_values if len(self.peer_values) == len(values) else []
@@ -183,7 +166,7 @@ class _Row:
             share = self.samples[0].flops / statistics.median(sample.seconds for sample in self.samples) / matmul
         ratio = None if other is None else other / median if self.job.unit == "s" else median / other
         cached, peak = max(sample.cached for sample in self.samples), self.peak / 2**20
-        return Case(
+        return GenCase(
             self.job.name, self.job.unit, tuple(values), tuple(theirs), median, other, ratio, cached, self.compiles, share, peak
         )
 
@@ -192,13 +175,11 @@ class _Peer(ExitStack):
     """vLLM, or the reason why there is no vLLM. After a failure it measures nothing.
 
     Attributes:
-        name: see `Report.peer`.
-        note: see `Report.peer_note`.
+        name: see `GenReport.peer`.
+        note: see `GenReport.peer_note`.
     """
 
-    def __init__(
-        self, geometry: str, sizes: Sizes, cases: Sequence[str], dtype: str, pythons: Sequence[Path] | None, progress: Progress
-    ) -> None:
+    def __init__(self, setup: Setup, longest: int, pythons: Sequence[Path] | None, progress: Progress) -> None:
         super().__init__()
         self._process: PeerProcess | None = None
         self._progress = progress
@@ -209,27 +190,27 @@ class _Peer(ExitStack):
         if (python := find_python(pythons, "vllm")) is None:
             self.note = NOT_FOUND
             return
-        limit = min(sizes.longest(cases) + sizes.block_size, GEOMETRIES[geometry].max_position_embeddings)
-        options = {"dtype": dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
+        limit = min(longest + setup.page, GEOMETRIES[setup.geometry].max_position_embeddings)
+        options = {"dtype": setup.dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
         try:
             with progress("start of vllm"):
-                self._process = self.enter_context(PeerProcess(python, "vllm", geometry, **options))
+                self._process = self.enter_context(PeerProcess(python, "vllm", setup.geometry, **options))
         except PeerError as error:
             self.note = f"failed: {error}"
         else:
             self.name, self.note = f"vllm {self._process.version}", self._process.note
 
-    def measure(self, job: Job, number: str) -> float | None:
+    def measure(self, job: BenchJob, number: str) -> float | None:
         """Return vLLM's value of a job in a round, or None without a running vLLM."""
         if self._process is None:
             return None
         try:
             sleep(_PAUSE_S)
             with self._progress(f"{job.name}, vllm, {number}"):
-                found = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
+                answer = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
             sleep(_PAUSE_S)
         except PeerError as error:
             self.note, self._process = f"failed: {error}", None
             self.close()
             return None
-        return job.value(found["seconds"], found["decode_rate"])
+        return job.value(answer["seconds"], answer["decode_rate"])

@@ -1,10 +1,10 @@
-"""Rounds of the benchmarks, and the resident memory of processes. Linux reports all values of memory; other systems some."""
+"""Rounds of the benchmarks, the machine's processor, and the resident memory of processes, all of which Linux reports."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import resource
+import platform
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -38,9 +38,11 @@ def peak_bytes() -> int:
 
     The peak is since `reset_peak`, or since the process started if the system cannot reset the peak.
     """
-    return _status("self", "VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    if peak := _status("self", "VmHWM"):
+        return peak
+    from resource import RUSAGE_SELF, getrusage  # Windows has no such module
+
+    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def resident_bytes(pid: int | None = None) -> int | None:
@@ -50,6 +52,16 @@ def resident_bytes(pid: int | None = None) -> int | None:
         pid: id of the process; None means this process.
     """
     return _status("self" if pid is None else str(pid), "VmRSS")
+
+
+def processor() -> str:
+    """Return the processor's name, of Linux where it gives one."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, platform.processor() or 'unknown')} ({platform.machine()})"
 
 
 def _status(process: str, field: str) -> int | None:

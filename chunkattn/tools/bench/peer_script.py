@@ -84,8 +84,8 @@ def load_vllm(config: dict[str, Any], **options: Any) -> Any:
     vllm: Any = importlib.import_module("vllm")
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        given = {"enforce_eager": True, **options}
-        return vllm.LLM(folder, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=True, **given)
+        defaults = {"enforce_eager": True, **options}
+        return vllm.LLM(folder, load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=True, **defaults)
 
 
 def run_vllm(llm: Any, job: dict[str, Any]) -> dict[str, Any]:

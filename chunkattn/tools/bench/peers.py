@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ import jax
 import numpy as np
 
 from chunkattn.tools.bench.geometry import GEOMETRIES
-from chunkattn.tools.bench.score import LABELS, Workload
+from chunkattn.tools.bench.score import LABELS
+from chunkattn.tools.bench.sizes import ScoreWorkload
 
 PEERS = ("transformers", "vllm")
 NOT_FOUND = "not measured: none of the interpreters given has it"
@@ -67,7 +69,7 @@ class PeerCase:
 
 
 def time_peer(
-    pythons: Sequence[Path], peer: str, geometry: str, workload: Workload, *, measured_items: int, repeats: int
+    pythons: Sequence[Path], peer: str, geometry: str, workload: ScoreWorkload, *, measured_items: int, repeats: int
 ) -> PeerCase:
     """Measure one library in bfloat16. Failures are reported in the case's note.
 
@@ -79,9 +81,9 @@ def time_peer(
         measured_items: number of items to score.
         repeats: number of timed runs, after a shorter run that is not timed.
     """
-    python = find_python(pythons, peer)
-    if python is None:
-        return PeerCase(**asdict(workload), peer=peer, note=NOT_FOUND)
+    case = partial(PeerCase, **asdict(workload), peer=peer)
+    if (python := find_python(pythons, peer)) is None:
+        return case(note=NOT_FOUND)
     vocab, is_vllm = GEOMETRIES[geometry].vocab_size, peer == "vllm"
     options = {"dtype": "bfloat16", "max_model_len": workload.query + workload.item_len + 16} if is_vllm else {}
     rng, seconds = np.random.default_rng(), list[float]()
@@ -92,14 +94,12 @@ def time_peer(
                 prompts = [[*query.tolist(), *rng.integers(0, vocab, workload.item_len).tolist()] for _ in range(count)]
                 # vLLM gets the first item before the others, so that the query is in its cache.
                 batches = [batch for batch in (prompts[:1], prompts[1:]) if batch]
-                found = process.run(batches, 1, len(LABELS), labels=[label % vocab for label in LABELS])
-                seconds.append(found["seconds"])
+                answer = process.run(batches, 1, len(LABELS), labels=[label % vocab for label in LABELS])
+                seconds.append(answer["seconds"])
     except PeerError as error:
-        return PeerCase(**asdict(workload), peer=peer, note=f"failed: {error}")
+        return case(note=f"failed: {error}")
     median = statistics.median(seconds[1:])
-    return PeerCase(
-        **asdict(workload),
-        peer=peer,
+    return case(
         version=process.version,
         measured_items=measured_items,
         seconds=median * workload.items / measured_items,
@@ -237,10 +237,10 @@ def _for_vllm(python: Path) -> tuple[dict[str, str], str]:
     if jax.default_backend() == "gpu":
         return {}, ""
     folders = [python.parent.parent / "lib", *map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/local/lib"))]
-    found = {name: next((f / name for f in folders if (f / name).exists()), None) for name in _PRELOADED_LIBRARIES}
-    missing = [name for name, path in found.items() if path is None]
+    libraries = {name: next((f / name for f in folders if (f / name).exists()), None) for name in _PRELOADED_LIBRARIES}
+    missing = [name for name, path in libraries.items() if path is None]
     variables = {
-        "LD_PRELOAD": " ".join(str(path) for path in found.values() if path),
+        "LD_PRELOAD": " ".join(str(path) for path in libraries.values() if path),
         "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",
         "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
         "VLLM_CPU_KVCACHE_SPACE": "4",

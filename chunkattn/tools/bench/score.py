@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -29,37 +28,17 @@ from chunkattn.models.loader import ModelFiles
 from chunkattn.outputs import ScoreOutput
 from chunkattn.tools.bench.geometry import make_core, spec_of
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, resident_bytes, round_name
+from chunkattn.tools.bench.peak_rates import matmul_rate
+from chunkattn.tools.bench.sizes import BLOCK, ScoreWorkload, Setup, pool_tokens
 
 LABELS = 9454, 2753
 EXTEND = "prefill_extend"
 IN_ORDER = ("serial", *(name for name in ALGORITHMS if name != "serial"))
 """All algorithms, the baseline `serial` first."""
-BLOCK = 16
-"""Slots per page unless a benchmark is given another number."""
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Token counts of a scoring request.
-
-    Attributes:
-        query: tokens of the query.
-        items: number of items.
-        item_len: tokens per item.
-    """
-
-    query: int = 2000
-    items: int = 500
-    item_len: int = 20
-
-    @property
-    def name(self) -> str:
-        """Return the sizes."""
-        return f"query {self.query}, {self.items} x {self.item_len}"
-
-
-@dataclass(frozen=True)
-class Case:
+class ScoreCase:
     """Row of the table, with medians over the rounds.
 
     Attributes:
@@ -109,7 +88,7 @@ class Case:
         return f"{self.algorithm}, cached" if self.cached else self.algorithm
 
 
-class Run(NamedTuple):
+class ScoreRun(NamedTuple):
     """Measurement of one scoring request: times in seconds, memory in bytes."""
 
     seconds: float
@@ -147,7 +126,7 @@ class ScoreBench:
         """Return `size` random token ids."""
         return self._rng.integers(0, self.vocab_size, size).tolist()
 
-    def items(self, workload: Workload) -> list[list[int]]:
+    def items(self, workload: ScoreWorkload) -> list[list[int]]:
         """Return the random items of a workload."""
         return [self.ids(workload.item_len) for _ in range(workload.items)]
 
@@ -174,7 +153,7 @@ class ScoreBench:
         call, backends = self.call(query, items), self.core.limits.backends
         return refusals(call, sliding_window=None, caching=True, backends=backends)
 
-    def run(self, query: list[int], items: list[list[int]], algorithm: str) -> Run:
+    def run(self, query: list[int], items: list[list[int]], algorithm: str) -> ScoreRun:
         """Run one scoring request, from its token ids to the scores.
 
         Args:
@@ -200,7 +179,7 @@ class ScoreBench:
         drive(call.flow(), ask)
         output = call.result()
         seconds, peak = time.perf_counter() - began, peak_bytes()
-        return Run(
+        return ScoreRun(
             seconds,
             output,
             needed_flops(self.core.runner, requests, call.cached_query),
@@ -235,86 +214,23 @@ def needed_flops(runner: Runner, requests: Sequence[Message], cached: int) -> fl
     return rows * runner.row_flops + pairs * runner.pair_flops + read * head
 
 
-def matmul_rate(dtype: str, repeats: int = 5) -> float:
-    """Return the rate of a large matrix product in FLOP/s, the best of `repeats` runs.
-
-    Args:
-        dtype: dtype of both matrices; the product is float32.
-        repeats: number of timed runs.
-    """
-    # A product as small as a CPU's would measure the start of an accelerator's program.
-    rows, inner, columns = (2048, 1024, 3072) if jax.default_backend() == "cpu" else (8192, 8192, 8192)
-    # Equal numbers switch few transistors, so that a GPU would clock higher than it does for real weights.
-    keys = jax.random.split(jax.random.key(0))
-    a, b = (jax.random.normal(key, size, dtype) for key, size in zip(keys, ((rows, inner), (inner, columns)), strict=True))
-    multiply = jax.jit(lambda a, b: jnp.dot(a, b, preferred_element_type=jnp.float32))
-    return 2 * rows * inner * columns / _best_seconds(lambda: multiply(a, b), repeats)
-
-
-def read_mib() -> int:
-    """Return the size in MiB of the array that `read_rate` reads by default."""
-    return 256 if jax.default_backend() == "cpu" else 4096
-
-
-def read_rate(mib: int | None = None, repeats: int = 5) -> float:
-    """Return the rate in bytes per second at which a reduction reads a large array, the best of `repeats` runs.
-
-    The reduction is a bitwise or: it has no rounding order, so XLA vectorizes it and spreads rows over cores.
-
-    Args:
-        mib: size of the array in MiB; None for `read_mib`.
-        repeats: number of timed runs.
-    """
-    mib = mib or read_mib()
-    array = jnp.ones((mib << 4, 1 << 14), jnp.int32)
-    reduce = jax.jit(lambda a: jax.lax.reduce(a, jnp.int32(0), jax.lax.bitwise_or, (1,)))
-    return array.nbytes / _best_seconds(lambda: reduce(array), repeats)
-
-
-def _best_seconds(call: Callable[[], jax.Array], repeats: int) -> float:
-    """Return the shortest time of a call, after one call that compiles."""
-    call().block_until_ready()
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call().block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
-
-
-def pool_tokens(query: int, budget: int = 2048) -> int:
-    """Return the size in tokens of a KV pool that holds packs of full length after a query.
-
-    Args:
-        query: tokens of the query.
-        budget: token budget of a step.
-    """
-    return 4 * max(8192, 4 * query, budget)
-
-
 def run(
-    geometry: str,
-    workloads: Sequence[Workload],
+    setup: Setup,
+    workloads: Sequence[ScoreWorkload],
     algorithms: Sequence[str],
     *,
-    dtype: str = "bfloat16",
-    repeats: int = 3,
     serial_items: int = 4,
     kv_tokens: int | None = None,
-    block_size: int = BLOCK,
     progress: Progress = nullcontext,
-) -> Iterator[list[Case]]:
+) -> Iterator[list[ScoreCase]]:
     """Yield the cases of each workload, measured on random weights.
 
     Args:
-        geometry: name of the model's geometry.
+        setup: model and rounds.
         workloads: workloads to measure, in order.
         algorithms: algorithms to measure; a workload skips algorithms that cannot serve it.
-        dtype: dtype of weights and K/V.
-        repeats: number of timed rounds, after one round that compiles.
         serial_items: number of items that `serial` is timed on.
         kv_tokens: size of the KV pool in tokens; None for `pool_tokens` of the longest query.
-        block_size: slots per page.
         progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
@@ -322,7 +238,7 @@ def run(
         RequestError: no algorithm can serve a workload.
     """
     tokens = kv_tokens or pool_tokens(max(w.query for w in workloads))
-    bench = ScoreBench(geometry, tokens, dtype=dtype, block_size=block_size)
+    bench = ScoreBench(setup.geometry, tokens, dtype=setup.dtype, block_size=setup.page)
     matmul = 0.0
     for workload in workloads:
         query, items = bench.ids(workload.query), bench.items(workload)
@@ -330,13 +246,13 @@ def run(
         served = [name for name in algorithms if name not in refused]
         if not served:
             raise RequestError(next(iter(refused.values())))
-        runs: dict[Key, list[Run]] = {}
-        for number in range(1 + repeats):
+        runs: dict[Key, list[ScoreRun]] = {}
+        for number in range(1 + setup.repeats):
             if number:
-                matmul = max(matmul, matmul_rate(dtype))
-            for key, found in _round(bench, workload, served, serial_items, progress, round_name(number, repeats)):
+                matmul = max(matmul, matmul_rate(setup.dtype))
+            for key, measured in _round(bench, workload, served, serial_items, progress, round_name(number, setup.repeats)):
                 if number:  # the first round compiles
-                    runs.setdefault(key, []).append(found)
+                    runs.setdefault(key, []).append(measured)
         # Ask `auto` now that the cost model has measured the engine.
         picks = {False: bench.call(query, items).choice[0]}
         if EXTEND in served:
@@ -351,33 +267,33 @@ Key = tuple[str, bool]
 
 
 def _round(
-    bench: ScoreBench, workload: Workload, algorithms: Sequence[str], serial_items: int, progress: Progress, number: str
-) -> list[tuple[Key, Run]]:
+    bench: ScoreBench, workload: ScoreWorkload, algorithms: Sequence[str], serial_items: int, progress: Progress, number: str
+) -> list[tuple[Key, ScoreRun]]:
     """Run every algorithm once; `prefill_extend` again with a cached query."""
-    found = []
+    measured = []
     for name in algorithms:
         query, items = bench.ids(workload.query), bench.items(workload)
         with progress(f"{workload.name}, {name}, {number}"):
-            found.append(((name, False), bench.run(query, items[:serial_items] if name == "serial" else items, name)))
+            measured.append(((name, False), bench.run(query, items[:serial_items] if name == "serial" else items, name)))
         if name == EXTEND:
             with progress(f"{workload.name}, {name} cached, {number}"):
-                found.append(((name, True), bench.run(query, bench.items(workload), name)))
-    return found
+                measured.append(((name, True), bench.run(query, bench.items(workload), name)))
+    return measured
 
 
-def _cases(workload: Workload, runs: dict[Key, list[Run]], picks: dict[bool, str], matmul: float) -> list[Case]:
-    cases: list[Case] = []
+def _cases(workload: ScoreWorkload, runs: dict[Key, list[ScoreRun]], picks: dict[bool, str], matmul: float) -> list[ScoreCase]:
+    cases: list[ScoreCase] = []
     serial = None
-    for (name, cached), found in runs.items():
-        first, measured = found[0], len(found[0].output.scores)
+    for (name, cached), rounds in runs.items():
+        first, measured = rounds[0], len(rounds[0].output.scores)
         scale = workload.items / measured
-        seconds = statistics.median(r.seconds for r in found)
+        seconds = statistics.median(r.seconds for r in rounds)
         if name == "serial":
             serial = seconds * scale
-        predicted = [r.output.predicted_seconds[name] for r in found if name in r.output.predicted_seconds]
-        growth = [r.growth for r in found if r.growth is not None]
+        predicted = [r.output.predicted_seconds[name] for r in rounds if name in r.output.predicted_seconds]
+        growth = [r.growth for r in rounds if r.growth is not None]
         cases.append(
-            Case(
+            ScoreCase(
                 **asdict(workload),
                 algorithm=name,
                 cached=cached,
@@ -389,10 +305,10 @@ def _cases(workload: Workload, runs: dict[Key, list[Run]], picks: dict[bool, str
                 matmul_flops=matmul,
                 rows=round(first.output.usage.computed_tokens * scale),
                 padding=round(first.padding * scale),
-                compiles=max(r.compiles for r in found),
+                compiles=max(r.compiles for r in rounds),
                 predicted_s=statistics.median(predicted) * scale if predicted else None,
                 auto=picks.get(cached) == name,
-                peak_mib=max(r.peak for r in found) / 2**20,
+                peak_mib=max(r.peak for r in rounds) / 2**20,
                 growth_mib=max(growth) / 2**20 if growth else None,
             )
         )

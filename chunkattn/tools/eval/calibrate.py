@@ -128,7 +128,7 @@ class Found:
 
     def notes(self) -> dict[str, Any]:
         """Return conclusion and figures of the report half, for the calibration file."""
-        shared, own, full = (
+        shared, calibrated, full = (
             self.values[condition][LOGPROB]
             for condition in (Condition("shared"), Condition("shared", self.best), Condition("full"))
         )
@@ -143,17 +143,17 @@ class Found:
         }
         differences = {
             "default_minus_full": shared - full,
-            "calibrated_minus_full": own - full,
-            "calibrated_minus_default": own - shared,
+            "calibrated_minus_full": calibrated - full,
+            "calibrated_minus_default": calibrated - shared,
         }
         for name, values in differences.items():
-            found = mean_of(values)
-            notes[name] = round(found.mean, 4)
-            notes[f"{name}_95"] = [round(found.low, 4), round(found.high, 4)] if found.has_interval else None
+            change = mean_of(values)
+            notes[name] = round(change.mean, 4)
+            notes[f"{name}_95"] = [round(change.low, 4), round(change.high, 4)] if change.has_interval else None
         if self.contained:
             notes["focus"] = None if self.focus is None else asdict(self.focus)
             notes["focus_conclusion"] = self.focus_conclusion
-            notes["contained_of_the_search"] = {own.name: round(value, 4) for own, value in self.contained.items()}
+            notes["contained_of_the_search"] = {tried.name: round(value, 4) for tried, value in self.contained.items()}
         return notes
 
 
@@ -202,13 +202,13 @@ def calibrate(
     weights = Calibration(0, best.chunk_temperature, best.chunk_scale)
     conditions = [Condition("full"), Condition("full", weights), Condition("shared"), Condition("shared", best)]
     report = examiner.examine(list(dict.fromkeys(conditions)), halves.report, texts=False)
-    found = Found(trials, halves, report)
+    result = Found(trials, halves, report)
     if not focused:
-        return found
-    used = found.calibration  # the focus is tried under the values that are written
+        return result
+    used = result.calibration  # the focus is tried under the values that are written
     listed = [Condition("shared", used), *focus_conditions(used, top_n, scores, gold=False)]
     values = examiner.examine(listed, halves.search, texts=True)
-    contained = {condition: float(own[CONTAINED].mean()) for condition, own in values.items()}
+    contained = {condition: float(answers[CONTAINED].mean()) for condition, answers in values.items()}
     chosen = max(contained, key=contained.__getitem__)
     texts = list(dict.fromkeys([Condition("full"), Condition("shared", used), chosen]))
     return Found(trials, halves, {**report, **examiner.examine(texts, halves.report, texts=True)}, contained)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.choice import behind_one, candidates_of, choose
 from chunkattn.tools.eval.conditions import GOLD, Condition, TokenizedQuestion
 from chunkattn.tools.eval.data import Question
-from chunkattn.tools.eval.results import Results, result_key
+from chunkattn.tools.eval.results import Results, layout_digest, result_key
 
 
 class Choices:
@@ -56,7 +55,7 @@ class Choices:
             number: place of the question, which names its gold documents.
         """
         prompt = self._prompts[number]
-        gold, chosen = ({tuple(prompt.documents[n]) for n in own} for own in (prompt.gold, self.of(condition, number)))
+        gold, chosen = ({tuple(prompt.documents[n]) for n in places} for places in (prompt.gold, self.of(condition, number)))
         return len(gold & chosen) / len(gold)
 
     def choose(self, condition: Condition, numbers: Sequence[int]) -> None:
@@ -76,24 +75,28 @@ class Choices:
             for number in numbers:
                 self._found[condition, number] = list(self._prompts[number].gold)
             return
-        listed = {number: self._candidates(condition, number) for number in numbers}
-        keys = {number: [self._key(own, place, focus.score) for place in own.numbers] for number, own in listed.items()}
+        asked = {number: self._candidates(condition, number) for number in numbers}
+        keys = {
+            number: [self._key(candidates, place, focus.score) for place in candidates.numbers]
+            for number, candidates in asked.items()
+        }
         missing, known = dict[int, Candidates](), set[str]()
-        for number, own in listed.items():
-            places = [p for p, key in zip(own.numbers, keys[number], strict=True) if not (key in self._results or key in known)]
+        for number, candidates in asked.items():
+            pairs = zip(candidates.numbers, keys[number], strict=True)
+            places = [place for place, key in pairs if key not in self._results and key not in known]
             known.update(keys[number])
             if places:
-                missing[number] = replace(own, numbers=places)
+                missing[number] = replace(candidates, numbers=places)
         if missing:
-            found = self._llm.run(get_score(focus.score)(self._llm.frontend, list(missing.values())), False)
+            outputs = self._llm.run(get_score(focus.score)(self._llm.frontend, list(missing.values())), False)
             self._results.add(
-                {"key": self._key(own, place, focus.score), "line": self._questions[number].line, focus.score: value}
-                for (number, own), scored in zip(missing.items(), found, strict=True)
-                for place, value in zip(own.numbers, scored.values, strict=True)
+                {"key": self._key(candidates, place, focus.score), "line": self._questions[number].line, focus.score: value}
+                for (number, candidates), scored in zip(missing.items(), outputs, strict=True)
+                for place, value in zip(candidates.numbers, scored.values, strict=True)
             )
-        for number, own in listed.items():
+        for number, candidates in asked.items():
             scores = [self._results[key][focus.score] for key in keys[number]]
-            self._found[condition, number] = choose(own.prompt.layout, own.numbers, scores, focus.top_n)
+            self._found[condition, number] = choose(candidates.prompt.layout, candidates.numbers, scores, focus.top_n)
 
     def _candidates(self, condition: Condition, number: int) -> Candidates:
         question, layout = self._questions[number], replace(condition, focus=None).layout(self._prompts[number])
@@ -101,8 +104,7 @@ class Choices:
         gap = condition.calibration.chunk_position_gap
         return Candidates(prompt, candidates_of(layout), gap, weighing=condition.weighing)
 
-    def _key(self, own: Candidates, place: int, score: str) -> str:
-        alone = behind_one(own.prompt.layout, place, own.gap)
-        tokens = hashlib.blake2b(alone.token_ids.tobytes() + alone.positions.tobytes(), digest_size=16).hexdigest()
-        form = [alone.prefix_len, alone.chunk_lens, own.weighing, self._llm.config.rerank_template]
-        return result_key("score", score, self._model, tokens, form)
+    def _key(self, candidates: Candidates, place: int, score: str) -> str:
+        alone = behind_one(candidates.prompt.layout, place, candidates.gap)
+        form = [alone.prefix_len, alone.chunk_lens, candidates.weighing, self._llm.config.rerank_template]
+        return result_key("score", score, self._model, layout_digest(alone), form)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from chunkattn.calibration import Calibration
-from chunkattn.errors import RequestError
 from chunkattn.focus import MODES, Focus
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers import DocumentPrompt, PromptParser
 from chunkattn.parsers.choice import compose
 from chunkattn.rope.positions import make_layout
-from chunkattn.tools.eval.data import Question
+from chunkattn.tools.eval.data import Question, at_line
 
 NONE = Calibration()
 """Calibration that changes nothing."""
@@ -42,9 +41,9 @@ class Condition:
     @property
     def name(self) -> str:
         """Return the name in tables, such as `shared, gap 64, T 0.8, S 0.8` or `reread 1 by likelihood, gap 8`."""
-        given, kind = self.calibration, _focus_name(self.focus) if self.focus else self.kind
-        parts = [f"gap {given.chunk_position_gap}"] if given.chunk_position_gap else []
-        parts += [f"T {given.chunk_temperature:g}", f"S {given.chunk_scale:g}"] if given.weighs else []
+        calibration, kind = self.calibration, _focus_name(self.focus) if self.focus else self.kind
+        parts = [f"gap {calibration.chunk_position_gap}"] if calibration.chunk_position_gap else []
+        parts += [f"T {calibration.chunk_temperature:g}", f"S {calibration.chunk_scale:g}"] if calibration.weighs else []
         return ", ".join([kind, *parts])
 
     @property
@@ -154,13 +153,11 @@ def tokenize(parser: PromptParser, questions: Sequence[Question]) -> list[Tokeni
     Raises:
         RequestError: a text cannot be tokenized, or the chat template is unusable. The message names the line.
     """
-    found = []
+    tokenized = []
     for question in questions:
-        try:
-            found.append(_tokenized(parser, question))
-        except RequestError as error:
-            raise RequestError(f"line {question.line}: {error}") from None
-    return found
+        with at_line(question.line):
+            tokenized.append(_tokenized(parser, question))
+    return tokenized
 
 
 def _tokenized(parser: PromptParser, question: Question) -> TokenizedQuestion:

@@ -6,9 +6,10 @@ import gzip
 import json
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from chunkattn.calls.decide_files import questions_of
 from chunkattn.calls.decide_states import read_state
@@ -32,6 +33,8 @@ class Question:
             each of `answers` is a whole answer.
     """
 
+    kind: ClassVar[str] = "questions"
+    counted: ClassVar[str] = "questions"
     line: int
     prefix: str
     documents: tuple[str, ...]
@@ -41,7 +44,7 @@ class Question:
     answer_parts: tuple[tuple[str, ...], ...] | None = None
 
     @property
-    def wanted(self) -> tuple[tuple[str, ...], ...]:
+    def alternatives(self) -> tuple[tuple[str, ...], ...]:
         """Return lists of alternatives. A text contains the answer if it contains one alternative of each list."""
         return self.answer_parts or (self.answers,)
 
@@ -57,6 +60,8 @@ class Ranking:
         relevance: grade of each document; 0 is irrelevant.
     """
 
+    kind: ClassVar[str] = "rankings"
+    counted: ClassVar[str] = "queries"
     line: int
     query: str
     documents: tuple[str, ...]
@@ -74,6 +79,8 @@ class Decisions:
         answers: place of the right answer of each question: in its options or levels; of a predicate, 0 for yes and 1 for no.
     """
 
+    kind: ClassVar[str] = "decisions"
+    counted: ClassVar[str] = "states"
     line: int
     state: Any
     questions: tuple[Asked, ...]
@@ -97,15 +104,15 @@ def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequ
         RequestError: the file cannot be read or is empty, a line is malformed, or the file mixes kinds. The
             message names the line, the field and the expected value.
     """
-    found: list[Line] = []
+    lines: list[Line] = []
     for fields in read_objects(path, limit):
         decides = fields.has("questions") or (fields.has("state") and not (fields.has("query") or fields.has("question")))
         kind = _decisions if decides else _ranking if fields.has("query") else _question
-        found.append(kind(fields))
-        if type(found[-1]) is not type(found[0]):
+        lines.append(kind(fields))
+        if type(lines[-1]) is not type(lines[0]):
             kinds = "questions (`question`), rankings (`query`) or decisions (`questions`)"
             raise RequestError(f"{fields.place}: a file holds {kinds}, not several of them")
-    return cast("Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]", found)
+    return cast("Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]", lines)
 
 
 def questions_from(lines: Iterable[Mapping[str, Any]], name: str) -> list[Question]:
@@ -157,6 +164,20 @@ def _object(text: str, place: str) -> dict[str, Any]:
     return value
 
 
+@contextmanager
+def at_line(number: int, *where: str) -> Iterator[None]:
+    """Name a line of the data in the errors about a block.
+
+    Args:
+        number: number of the line, from 1.
+        *where: more about the place.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(f"{', '.join([f'line {number}', *where])}: {error}") from None
+
+
 class Fields:
     """Fields of one line, read with their checks.
 
@@ -201,8 +222,8 @@ class Fields:
 
     def documents(self) -> tuple[str, ...]:
         """Return the texts of the documents."""
-        found = self.listed("documents", "texts, or of objects with a `text` and perhaps a `title`", _is_document)
-        return tuple(map(_document, found))
+        values = self.listed("documents", "texts, or of objects with a `text` and perhaps a `title`", _is_document)
+        return tuple(map(_document, values))
 
 
 def _is_list(value: Any, accept: Callable[[Any], bool]) -> bool:

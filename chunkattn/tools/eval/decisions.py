@@ -14,9 +14,8 @@ from chunkattn.calls.decide_questions import METHODS, ask
 from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import Answer, Choice, PredicateAnswer
 from chunkattn.decisions import Question as Asked
-from chunkattn.errors import RequestError
 from chunkattn.llm import LLM
-from chunkattn.tools.eval.data import Decisions
+from chunkattn.tools.eval.data import Decisions, at_line
 from chunkattn.tools.eval.measures import CONFIDENCE, Mean, mean_of
 from chunkattn.tools.eval.report import Row
 from chunkattn.tools.eval.results import Results, result_key
@@ -59,7 +58,7 @@ def ways_of(llm: LLM) -> list[Way]:
 
 
 @dataclass(frozen=True)
-class Given:
+class WayAnswers:
     """Answers to all questions of a file in one way.
 
     Attributes:
@@ -78,7 +77,7 @@ def examine(
     results: Results,
     advance: Callable[[int], None],
     template_options: Mapping[str, Any] | None = None,
-) -> dict[Way, Given]:
+) -> dict[Way, WayAnswers]:
     """Ask all questions in every way.
 
     Args:
@@ -95,24 +94,24 @@ def examine(
     """
     engine = [llm.core.runner.fingerprint().hex(), llm.config.model]
     scales = {kind: asdict(scale) for kind, scale in llm.frontend.label_scales.items()}
-    found = {way: Given([], []) for way in ways}
+    answers = {way: WayAnswers([], []) for way in ways}
     for line in lines:
-        text, asked = read_state(line.state), [*map(repr, line.questions)]
-        for way, given in found.items():
-            try:
+        text, names = read_state(line.state), [*map(repr, line.questions)]
+        for way, answer in answers.items():
+            with at_line(line.line):
                 tokens = _tokens(llm, text, line.questions, way.method, template_options)
                 fit = [scales] if way.calibrate == FITTED else []
-                key = result_key("decisions", *engine, text, asked, tokens, way.method, way.calibrate, *fit)
+                key = result_key("decisions", *engine, text, names, tokens, way.method, way.calibrate, *fit)
                 if key not in results:
-                    values = [_ask(llm, text, own, way, template_options) for own in (line.questions, _turned(line.questions))]
+                    values = [
+                        _ask(llm, text, asked, way, template_options) for asked in (line.questions, _turned(line.questions))
+                    ]
                     results.add([{"key": key, "line": line.line, "way": way.name, "shares": values[0], "turned": values[1]}])
-            except RequestError as error:
-                raise RequestError(f"line {line.line}: {error}") from None
-            given.shares.append([np.asarray(own) for own in results[key]["shares"]])
+            answer.shares.append([np.asarray(shares) for shares in results[key]["shares"]])
             turned = zip(line.questions, results[key]["turned"], strict=True)
-            given.turned.append([np.asarray(own[::-1] if isinstance(q, Choice) else own) for q, own in turned])
+            answer.turned.append([np.asarray(shares[::-1] if isinstance(q, Choice) else shares) for q, shares in turned])
         advance(1)
-    return found
+    return answers
 
 
 def _tokens(
@@ -120,12 +119,12 @@ def _tokens(
 ) -> list[Sequence[int]]:
     """Return the token ids of a line's prompts and labels, which follow from the tokenizer and its chat template."""
     labels, plain = llm.frontend.answer_labels(None, template_options), llm.frontend.plain
-    found: list[Sequence[int]] = [labels.template.prefix(state)]
+    tokens: list[Sequence[int]] = [labels.template.prefix(state)]
     for number, question in enumerate(questions):
         asked = ask(question, method, labels, part := f"question {number}")
-        found += [asked.label_ids, *(labels.template.item(pieces, part) for pieces in asked.items)]
-        found += [plain.fill(["", text], part, "questions") for text in asked.texts]
-    return found
+        tokens += [asked.label_ids, *(labels.template.item(pieces, part) for pieces in asked.items)]
+        tokens += [plain.fill(["", text], part, "questions") for text in asked.texts]
+    return tokens
 
 
 def _ask(
@@ -144,43 +143,43 @@ def shares_of(answer: Answer) -> list[float]:
 
 
 def _turned(questions: Sequence[Asked]) -> list[Asked]:
-    return [replace(own, options=[*own.options][::-1]) if isinstance(own, Choice) else own for own in questions]
+    return [replace(q, options=[*q.options][::-1]) if isinstance(q, Choice) else q for q in questions]
 
 
 # Measures
 
 
-def compare(lines: Sequence[Decisions], given: dict[Way, Given]) -> list[Row]:
+def compare(lines: Sequence[Decisions], answers: dict[Way, WayAnswers]) -> list[Row]:
     """Return one row per way, with intervals of the paired differences from the first way. A line is the unit of an interval.
 
     Args:
         lines: questions and right answers.
-        given: answers in every way.
+        answers: answers in every way.
     """
-    values = {way: _values(lines, own) for way, own in given.items()}
+    values = {way: _values(lines, answer) for way, answer in answers.items()}
     base = next(iter(values.values()))
     rows = []
-    for way, own in values.items():
-        means = {name: mean_of(listed) for name, listed in own.items()}
-        means = {"accuracy": means.pop("accuracy"), "Brier": means.pop("Brier"), "ECE": _ece(lines, given[way]), **means}
-        changes = {name: mean_of(own[name] - base[name]) for name in ("accuracy", "Brier")}
-        rows.append(Row(way.name, means, None if own is base else changes))
+    for way, measures in values.items():
+        means = {name: mean_of(listed) for name, listed in measures.items()}
+        means = {"accuracy": means.pop("accuracy"), "Brier": means.pop("Brier"), "ECE": _ece(lines, answers[way]), **means}
+        changes = {name: mean_of(measures[name] - base[name]) for name in ("accuracy", "Brier")}
+        rows.append(Row(way.name, means, None if measures is base else changes))
     return rows
 
 
-def _values(lines: Sequence[Decisions], given: Given) -> dict[str, np.ndarray]:
+def _values(lines: Sequence[Decisions], answers: WayAnswers) -> dict[str, np.ndarray]:
     """Return the mean of every measure over the questions of each line, float64 `[lines]`."""
-    pairs = [list(zip(line.answers, shares, strict=True)) for line, shares in zip(lines, given.shares, strict=True)]
-    found = {
-        "accuracy": np.asarray([np.mean([own.argmax() == right for right, own in line]) for line in pairs]),
-        "Brier": np.asarray([np.mean([brier(own, right) for right, own in line]) for line in pairs]),
+    pairs = [list(zip(line.answers, shares, strict=True)) for line, shares in zip(lines, answers.shares, strict=True)]
+    values = {
+        "accuracy": np.asarray([np.mean([shares.argmax() == right for right, shares in line]) for line in pairs]),
+        "Brier": np.asarray([np.mean([brier(shares, right) for right, shares in line]) for line in pairs]),
     }
     flips = []
-    for line, shares, turned in zip(lines, given.shares, given.turned, strict=True):
+    for line, shares, turned in zip(lines, answers.shares, answers.turned, strict=True):
         places = [n for n, asked in enumerate(line.questions) if isinstance(asked, Choice)]
         if places:
             flips.append(np.mean([shares[n].argmax() != turned[n].argmax() for n in places]))
-    return {**found, "flips": np.asarray(flips)} if flips else found
+    return {**values, "flips": np.asarray(flips)} if flips else values
 
 
 def brier(shares: Float64[np.ndarray, " N"], right: int) -> float:
@@ -208,21 +207,21 @@ def ece(tops: Float64[np.ndarray, " Q"], hits: Float64[np.ndarray, " Q"]) -> flo
     return float(np.abs(np.bincount(bins, hits - tops, BINS)).sum() / len(tops))
 
 
-def _ece(lines: Sequence[Decisions], given: Given) -> Mean:
+def _ece(lines: Sequence[Decisions], answers: WayAnswers) -> Mean:
     """Return the expected calibration error with its percentile bootstrap interval over the lines."""
-    tops = [np.asarray([own.max() for own in shares]) for shares in given.shares]
-    right = [np.asarray([own.argmax() for own in shares]) == line.answers for line, shares in zip(lines, given.shares)]
-    hits = [own.astype(np.float64) for own in right]
+    tops = [np.asarray([share.max() for share in shares]) for shares in answers.shares]
+    places = [np.asarray([share.argmax() for share in shares]) for shares in answers.shares]
+    hits = [(place == line.answers).astype(np.float64) for place, line in zip(places, lines, strict=True)]
     value, count = ece(np.concatenate(tops), np.concatenate(hits)), len(lines)
     if count < 2:
         return Mean(value, -np.inf, np.inf, np.inf, count)
-    rng, found = np.random.default_rng(_SEED), []
+    rng, errors = np.random.default_rng(_SEED), []
     for _ in range(_RESAMPLES):
         drawn = rng.integers(0, count, count)
-        found.append(ece(np.concatenate([tops[n] for n in drawn]), np.concatenate([hits[n] for n in drawn])))
+        errors.append(ece(np.concatenate([tops[n] for n in drawn]), np.concatenate([hits[n] for n in drawn])))
     tail = 50 * (1 - CONFIDENCE)
-    low, high = map(float, np.percentile(found, [tail, 100 - tail]))
-    return Mean(value, low, high, float(np.std(found)), count)
+    low, high = map(float, np.percentile(errors, [tail, 100 - tail]))
+    return Mean(value, low, high, float(np.std(errors)), count)
 
 
 def conclusion(rows: Sequence[Row], count: int) -> str:

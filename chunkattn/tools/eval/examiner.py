@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,9 +19,9 @@ from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.choice import longest
 from chunkattn.tools.eval.choices import Choices
 from chunkattn.tools.eval.conditions import GOLD, Condition, TokenizedQuestion
-from chunkattn.tools.eval.data import Question
+from chunkattn.tools.eval.data import Question, at_line
 from chunkattn.tools.eval.report import LOGPROB, RECALL, Values, answer_measures
-from chunkattn.tools.eval.results import Results, result_key
+from chunkattn.tools.eval.results import Results, layout_digest, result_key
 
 MOST_TOGETHER = 16
 """Number of questions per call at most. Results are kept after every call."""
@@ -75,11 +74,9 @@ class Examiner:
         for condition in conditions:
             for number, question in enumerate(self.questions):
                 prompt, answer = self._longest(condition, number), self.prompts[number].answer
-                try:
+                with at_line(question.line, condition.name):
                     likelihood_job(self.llm.frontend, [prompt], [answer], condition.weighing)
                     generate_job(self.llm.frontend, [prompt], self._params, weighing=condition.weighing)
-                except RequestError as error:
-                    raise RequestError(f"line {question.line}, {condition.name}: {error}") from None
 
     @property
     def max_gap(self) -> int:
@@ -166,8 +163,8 @@ class Examiner:
         def compute(missing: Sequence[int]) -> list[dict[str, Any]]:
             prompts = [self._prompt(condition, number) for number in missing]
             answers = [self.prompts[number].answer for number in missing]
-            found = self.llm.run(likelihood_job(self.llm.frontend, prompts, answers, condition.weighing), False)
-            return [{"logprob": float(np.mean(logprobs, dtype=np.float64)), "tokens": len(logprobs)} for logprobs in found]
+            outputs = self.llm.run(likelihood_job(self.llm.frontend, prompts, answers, condition.weighing), False)
+            return [{"logprob": float(np.mean(logprobs, dtype=np.float64)), "tokens": len(logprobs)} for logprobs in outputs]
 
         return [result["logprob"] for result in self._results("logprob", condition, numbers, compute)]
 
@@ -201,10 +198,10 @@ class Examiner:
         keys = {number: self._key(kind, condition, number) for number in numbers}
         if missing := [number for number in numbers if keys[number] not in self.results]:
             with self._named(condition, missing):
-                found = compute(missing)
+                computed = compute(missing)
             self.results.add(
                 {"key": keys[number], "line": self.questions[number].line, "condition": condition.name, **values}
-                for number, values in zip(missing, found, strict=True)
+                for number, values in zip(missing, computed, strict=True)
             )
         self.advance(len(numbers))
         return [self.results[keys[number]] for number in numbers]
@@ -236,7 +233,6 @@ class Examiner:
 
     def _key(self, kind: str, condition: Condition, number: int) -> str:
         layout = self._layout(condition, number)
-        tokens = hashlib.blake2b(layout.token_ids.tobytes() + layout.positions.tobytes(), digest_size=16).hexdigest()
         form = [layout.prefix_len, layout.chunk_lens, condition.weighing if any(layout.chunk_lens) else None]
         end = list(self.prompts[number].answer) if kind == "logprob" else [self._params.max_tokens, self._params.stop]
-        return result_key(kind, self._model, tokens, form, end)
+        return result_key(kind, self._model, layout_digest(layout), form, end)

@@ -17,7 +17,7 @@ from chunkattn.errors import RequestError
 from chunkattn.llm import LLM
 from chunkattn.tools.eval.calibrate import halves_of
 from chunkattn.tools.eval.data import Decisions
-from chunkattn.tools.eval.decisions import Given, Way
+from chunkattn.tools.eval.decisions import Way, WayAnswers
 from chunkattn.tools.eval.measures import Mean, mean_of
 
 SOURCES = Way("letters"), Way("likelihood", True), Way("separate")
@@ -29,7 +29,7 @@ FEWEST = 20
 
 
 @dataclass(frozen=True)
-class Sample:
+class LabelSample:
     """Scores of the labels of one question.
 
     Attributes:
@@ -70,36 +70,37 @@ class Fit:
         """Return the figures for the calibration file."""
         change = self.change
         interval = [round(change.low, 4), round(change.high, 4)] if change.has_interval else None
-        found = {"log_loss_before": round(self.before, 4), "log_loss_after": round(self.after, 4), "change_95": interval}
-        return {**found, "lines_of_the_report": change.count, "kept": self.is_kept}
+        figures = {"log_loss_before": round(self.before, 4), "log_loss_after": round(self.after, 4), "change_95": interval}
+        return {**figures, "lines_of_the_report": change.count, "kept": self.is_kept}
 
 
 def samples_of(
-    llm: LLM, lines: Sequence[Decisions], given: Mapping[Way, Given], template_options: Mapping[str, Any] | None = None
-) -> dict[str, list[Sample]]:
+    llm: LLM, lines: Sequence[Decisions], answers: Mapping[Way, WayAnswers], template_options: Mapping[str, Any] | None = None
+) -> dict[str, list[LabelSample]]:
     """Return the scores of all questions by the kind of their labels.
 
     Args:
         llm: engine.
         lines: questions and right answers.
-        given: answers in the ways of `SOURCES`.
+        answers: answers in the ways of `SOURCES`.
         template_options: variables of the chat template.
     """
-    labels, found = llm.frontend.answer_labels(None, template_options), dict[str, list[Sample]]()
+    labels, samples = llm.frontend.answer_labels(None, template_options), dict[str, list[LabelSample]]()
     for way in SOURCES:
-        for place, (line, shares) in enumerate(zip(lines, given[way].shares, strict=True)):
-            for number, (question, right, own) in enumerate(zip(line.questions, line.answers, shares, strict=True)):
+        for place, (line, shares) in enumerate(zip(lines, answers[way].shares, strict=True)):
+            asked_in_line = zip(line.questions, line.answers, shares, strict=True)
+            for number, (question, right, values) in enumerate(asked_in_line):
                 asked = ask(question, way.method, labels, f"question {number}")
                 if asked.kind == "predicate" and way != SOURCES[0]:
                     continue
                 if asked.kind == "likelihood" and way.method != "likelihood":  # more options than letters, and no division
                     continue
-                scores = np.log(np.maximum(own[asked.order], 1e-30))
-                found.setdefault(asked.kind, []).append(Sample(place, asked.names, scores, asked.order.index(right)))
-    return {kind: found[kind] for kind in LABEL_KINDS if kind in found}
+                scores = np.log(np.maximum(values[asked.order], 1e-30))
+                samples.setdefault(asked.kind, []).append(LabelSample(place, asked.names, scores, asked.order.index(right)))
+    return {kind: samples[kind] for kind in LABEL_KINDS if kind in samples}
 
 
-def calibrate_labels(samples: Mapping[str, Sequence[Sample]], lines: int) -> dict[str, Fit]:
+def calibrate_labels(samples: Mapping[str, Sequence[LabelSample]], lines: int) -> dict[str, Fit]:
     """Fit each kind of labels on one half of the lines, and measure it on the other half.
 
     Args:
@@ -110,8 +111,8 @@ def calibrate_labels(samples: Mapping[str, Sequence[Sample]], lines: int) -> dic
         RequestError: there are fewer than four lines, or no kind has `FEWEST` questions in each half.
     """
     search, fits = {*halves_of(lines).search}, {}
-    for kind, own in samples.items():
-        halves = [[sample for sample in own if (sample.line in search) == first] for first in (True, False)]
+    for kind, listed in samples.items():
+        halves = [[sample for sample in listed if (sample.line in search) == first] for first in (True, False)]
         if min(map(len, halves)) < FEWEST:
             continue
         scale = fit(halves[0])
@@ -121,13 +122,13 @@ def calibrate_labels(samples: Mapping[str, Sequence[Sample]], lines: int) -> dic
         before, after = np.asarray([np.mean(line, axis=0) for line in values.values()]).T
         fits[kind] = Fit(scale, float(before.mean()), float(after.mean()), mean_of(after - before))
     if not fits:
-        counts = ", ".join(f"{kind} {len(own)}" for kind, own in samples.items())
+        counts = ", ".join(f"{kind} {len(listed)}" for kind, listed in samples.items())
         text = f"a calibration of labels needs {FEWEST} questions of a kind in each half of the lines; there are {counts}"
         raise RequestError(text)
     return fits
 
 
-def fit(samples: Sequence[Sample]) -> LabelScale:
+def fit(samples: Sequence[LabelSample]) -> LabelScale:
     """Return the temperature and the biases with the smallest log loss.
 
     The biases of the labels that occur are bounded by a ridge of weight `RIDGE`. Their mean is 0.
@@ -143,25 +144,25 @@ def fit(samples: Sequence[Sample]) -> LabelScale:
     def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
         temperature, bias = np.exp(values[0]), values[1:]
         total, slope = RIDGE * float(bias @ bias) / 2, np.concatenate([[0.0], RIDGE * bias])
-        for sample, own in zip(samples, places, strict=True):
-            z = (sample.scores - (bias[own] if names else 0.0)) / temperature
+        for sample, labels in zip(samples, places, strict=True):
+            z = (sample.scores - (bias[labels] if names else 0.0)) / temperature
             logs = log_softmax(z)
             total -= logs[sample.right]
             change = np.exp(logs)
             change[sample.right] -= 1
             slope[0] -= change @ z
             if names:
-                np.subtract.at(slope, own + 1, change / temperature)
+                np.subtract.at(slope, labels + 1, change / temperature)
         return total, slope
 
     bounds = [(np.log(MIN_WEIGHT), np.log(MAX_WEIGHT)), *[(-MAX_WEIGHT, MAX_WEIGHT)] * len(names)]
-    found = minimize(loss, np.zeros(len(names) + 1), jac=True, bounds=bounds, method="L-BFGS-B").x
-    bias = found[1:] - found[1:].mean() if names else found[1:]
-    temperature = float(np.clip(np.exp(found[0]), MIN_WEIGHT, MAX_WEIGHT))
-    return LabelScale(round(temperature, 4), {name: round(float(own), 4) for name, own in zip(names, bias, strict=True)})
+    values = minimize(loss, np.zeros(len(names) + 1), jac=True, bounds=bounds, method="L-BFGS-B").x
+    bias = values[1:] - values[1:].mean() if names else values[1:]
+    temperature = float(np.clip(np.exp(values[0]), MIN_WEIGHT, MAX_WEIGHT))
+    return LabelScale(round(temperature, 4), {name: round(float(value), 4) for name, value in zip(names, bias, strict=True)})
 
 
-def log_loss(sample: Sample, scale: LabelScale) -> float:
+def log_loss(sample: LabelSample, scale: LabelScale) -> float:
     """Return the negative log-probability of the right label, in nats.
 
     Args:
@@ -173,4 +174,4 @@ def log_loss(sample: Sample, scale: LabelScale) -> float:
 
 def notes_of(fits: Mapping[str, Fit], data: str) -> dict[str, Any]:
     """Return data and figures for the calibration file."""
-    return {"data": data, **{kind: {**asdict(own.scale), **own.notes()} for kind, own in fits.items()}}
+    return {"data": data, **{kind: {**asdict(fit.scale), **fit.notes()} for kind, fit in fits.items()}}

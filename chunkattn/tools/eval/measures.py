@@ -6,7 +6,7 @@ import math
 import re
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,8 +39,8 @@ def _compared(text: str, answer: str) -> tuple[str, str]:
 
     Normalization leaves nothing of an answer such as "A". Then both keep punctuation and articles, in lower case.
     """
-    if wanted := normalized(answer):
-        return normalized(text), wanted
+    if right := normalized(answer):
+        return normalized(text), right
     return " ".join(text.lower().split()), " ".join(answer.lower().split())
 
 
@@ -51,7 +51,7 @@ def exact_match(text: str, answers: Sequence[str]) -> float:
         text: text of the model.
         answers: right answers.
     """
-    return float(any(found == wanted for found, wanted in (_compared(text, answer) for answer in answers)))
+    return _best(text, answers, lambda words, answer: words == answer)
 
 
 def containment(text: str, answers: Sequence[str]) -> float:
@@ -61,7 +61,7 @@ def containment(text: str, answers: Sequence[str]) -> float:
         text: text of the model.
         answers: right answers.
     """
-    return float(any(f" {wanted} " in f" {found} " for found, wanted in (_compared(text, answer) for answer in answers)))
+    return _best(text, answers, lambda words, answer: f" {answer} " in f" {words} ")
 
 
 def containment_of_all(text: str, parts: Sequence[Sequence[str]]) -> float:
@@ -81,14 +81,19 @@ def token_f1(text: str, answers: Sequence[str]) -> float:
         text: text of the model.
         answers: right answers.
     """
-    return max(_f1(*(words.split() for words in _compared(text, answer))) for answer in answers)
+    return _best(text, answers, _f1)
 
 
-def _f1(found: list[str], wanted: list[str]) -> float:
-    if not (found and wanted):
-        return float(found == wanted)
-    common = (Counter(found) & Counter(wanted)).total()
-    return 2 * common / (len(found) + len(wanted))
+def _f1(words: str, answer: str) -> float:
+    listed, right = words.split(), answer.split()
+    if not (listed and right):
+        return float(listed == right)
+    return 2 * (Counter(listed) & Counter(right)).total() / (len(listed) + len(right))
+
+
+def _best(text: str, answers: Sequence[str], measure: Callable[[str, str], float]) -> float:
+    """Return the highest value of a measure over the answers, after normalization."""
+    return float(max(measure(*_compared(text, answer)) for answer in answers))
 
 
 RECALL_AT = (1, 5, 10)
@@ -128,7 +133,7 @@ def ranking_measures(order: Sequence[int], relevance: Sequence[int]) -> dict[str
     run = [ScoredDoc("q", str(place), float(-rank)) for rank, place in enumerate(order)]
     if not any(relevance):
         return dict.fromkeys(RANKING_MEASURES, 0.0)
-    return {names[found.measure]: found.value for found in ir_measures.iter_calc(list(names), qrels, run)}
+    return {names[value.measure]: value.value for value in ir_measures.iter_calc(list(names), qrels, run)}
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from chunkattn.errors import RequestError
 from chunkattn.llm import LLM
-from chunkattn.tools.eval.data import Ranking
+from chunkattn.tools.eval.data import Ranking, at_line
 from chunkattn.tools.eval.measures import RANKING_MEASURES, ranking_measures
 from chunkattn.tools.eval.results import Results, result_key
 
@@ -30,10 +29,8 @@ def rank(llm: LLM, rankings: Sequence[Ranking], results: Results, advance: Calla
     for ranking in rankings:
         key = result_key("ranking", model, llm.config.model, ranking.query, ranking.documents)
         if key not in results:
-            try:
+            with at_line(ranking.line):
                 output = llm.rerank(ranking.query, ranking.documents, use_tqdm=False)
-            except RequestError as error:
-                raise RequestError(f"line {ranking.line}: {error}") from None
             results.add([{"key": key, "line": ranking.line, "order": [result.index for result in output.results]}])
         orders.append([*results[key]["order"]])
         advance(1)

@@ -128,14 +128,13 @@ def _random(source: Sequence[Passage], recipe: Recipe) -> list[Line]:
     """Take any passages that hold no answer, and put the gold passage at a random place."""
     lines = []
     for place in _chosen(_order(source, recipe), source, recipe):
-        own, rng = source[place], random.Random(f"{recipe.seed} {place}")
+        passage, rng = source[place], random.Random(f"{recipe.seed} {place}")
         shuffled = rng.sample(range(len(source)), len(source))
         passages = (source[other] for other in shuffled if other != place)
-        fitting = (p for p in passages if not containment(p.titled if recipe.titles else p.text, own.answers))
-        others = _others(fitting, recipe.documents - 1, own)
+        fitting = (p for p in passages if not containment(p.titled if recipe.titles else p.text, passage.answers))
+        others = _others(fitting, recipe.documents - 1, passage)
         gold = rng.randrange(len(others) + 1)
-        listed = [*others[:gold], own, *others[gold:]]
-        lines.append(_line(recipe, listed, own.question, own.answers, [gold]))
+        lines.append(_line(recipe, [*others[:gold], passage, *others[gold:]], passage.question, passage.answers, [passage]))
     return lines
 
 
@@ -143,11 +142,8 @@ def _bm25(source: Sequence[Passage], recipe: Recipe) -> list[Line]:
     """Take the best passages of a question that hold no answer, and put the gold passage among them in random order."""
     search, lines = _Search(source), []
     for place in _chosen(search.qualifying(_order(source, recipe)), source, recipe):
-        own = source[place]
-        fitting = search.distractors(search.ranked(place), [own])
-        passages = [own, *_others(fitting, recipe.documents - 1, own)]
-        random.Random(f"{recipe.seed} {place}").shuffle(passages)
-        lines.append(_line(recipe, passages, own.question, own.answers, [passages.index(own)]))
+        passage = source[place]
+        lines.append(_line(recipe, search.passages(recipe, place), passage.question, passage.answers, [passage]))
     return lines
 
 
@@ -157,13 +153,10 @@ def _two_hop(source: Sequence[Passage], recipe: Recipe) -> list[Line]:
     pairs = _pairs(source, search.qualifying(_order(source, recipe)))
     for first, second in _chosen(pairs, source, recipe, "pairs of questions"):
         both = [source[first], source[second]]
-        ranked = chain.from_iterable(zip(search.ranked(first), search.ranked(second), strict=True))
-        passages = [*both, *_others(search.distractors(ranked, both), recipe.documents - 2, both[0])]
-        random.Random(f"{recipe.seed} {first} {second}").shuffle(passages)
-        question = "{}? And {}".format(*(own.question.strip().removesuffix("?") for own in both))
+        question = "{}? And {}".format(*(passage.question.strip().removesuffix("?") for passage in both))
         answers = [f"{one} and {other}" for one in both[0].answers for other in both[1].answers]
-        line = _line(recipe, passages, question, answers, sorted(passages.index(own) for own in both))
-        lines.append({**line, "answer_parts": [list(own.answers) for own in both]})
+        line = _line(recipe, search.passages(recipe, first, second), question, answers, both)
+        lines.append({**line, "answer_parts": [list(passage.answers) for passage in both]})
     return lines
 
 
@@ -182,29 +175,29 @@ def _order(source: Sequence[Passage], recipe: Recipe) -> list[int]:
 
 def _chosen(qualifying: Iterable[T], source: Sequence[Passage], recipe: Recipe, noun: str = "questions") -> list[T]:
     """Return the items of a recipe, in their order."""
-    found = list(islice(qualifying, recipe.skip + recipe.count))
-    if len(found) < recipe.skip + recipe.count:
-        wanted = f"{recipe.skip + recipe.count} {noun} (skip {recipe.skip}, count {recipe.count})"
-        raise RequestError(f"recipe {recipe.name} needs {wanted}; the source makes {len(found)} of its {len(source)} lines")
-    return found[recipe.skip :]
+    items = list(islice(qualifying, recipe.skip + recipe.count))
+    if len(items) < recipe.skip + recipe.count:
+        needed = f"{recipe.skip + recipe.count} {noun} (skip {recipe.skip}, count {recipe.count})"
+        raise RequestError(f"recipe {recipe.name} needs {needed}; the source makes {len(items)} of its {len(source)} lines")
+    return items[recipe.skip :]
 
 
-def _others(fitting: Iterable[Passage], count: int, own: Passage) -> list[Passage]:
+def _others(fitting: Iterable[Passage], count: int, gold: Passage) -> list[Passage]:
     others = list(islice(fitting, count))
     if len(others) < count:
-        found = f"{len(others)} other passages hold none of its answers"
-        raise RequestError(f"source line {own.line}: {found}, too few for {count} documents beside the gold passage")
+        shortage = f"{len(others)} other passages hold none of its answers"
+        raise RequestError(f"source line {gold.line}: {shortage}, too few for {count} documents beside the gold passage")
     return others
 
 
-def _line(recipe: Recipe, passages: Sequence[Passage], question: str, answers: Iterable[str], gold: list[int]) -> Line:
+def _line(recipe: Recipe, passages: Sequence[Passage], question: str, answers: Iterable[str], gold: Sequence[Passage]) -> Line:
     asked = question.strip()
     return {
         "prefix": recipe.prefix,
         "documents": [{"title": p.title, "text": p.text} if recipe.titles else p.text for p in passages],
         "question": f"Question: {asked}{'' if asked.endswith('?') else '?'}",
         "answers": list(answers),
-        "gold": gold,
+        "gold": sorted(passages.index(passage) for passage in gold),
     }
 
 
@@ -236,15 +229,23 @@ class _Search:
     def qualifying(self, order: Iterable[int]) -> Iterator[int]:
         """Yield the questions whose gold passage holds an answer and is among the `TOP` best."""
         for place in order:
-            own, scores = self.source[place], self._scores(place)
+            passage, scores = self.source[place], self._scores(place)
             best = np.argsort(-scores, kind="stable")[:TOP]
-            if place in best and scores[place] > 0 and containment(own.text, own.answers):
+            if place in best and scores[place] > 0 and containment(passage.text, passage.answers):
                 yield place
+
+    def passages(self, recipe: Recipe, *places: int) -> list[Passage]:
+        """Return the gold passages of questions and the best others, in random order."""
+        gold = [self.source[place] for place in places]
+        ranked = chain.from_iterable(zip(*map(self.ranked, places), strict=True))
+        passages = [*gold, *_others(self.distractors(ranked, gold), recipe.documents - len(gold), gold[0])]
+        random.Random(" ".join(map(str, (recipe.seed, *places)))).shuffle(passages)
+        return passages
 
     def distractors(self, ranked: Iterable[int], gold: Sequence[Passage]) -> Iterator[Passage]:
         """Yield the passages of a ranking that hold no answer of the gold passages, every text once."""
-        answers = [answer for own in gold for answer in own.answers]
-        seen = {own.text for own in gold}
+        answers = [answer for passage in gold for answer in passage.answers]
+        seen = {passage.text for passage in gold}
         for place in ranked:
             passage = self.source[place]
             if passage.text not in seen and not containment(passage.titled, answers):
@@ -274,6 +275,6 @@ def _go_together(one: Passage, other: Passage) -> bool:
     """Return whether neither passage, question or answers tell an answer of the other question."""
     return not any(
         containment(text, about.answers)
-        for own, about in ((one, other), (other, one))
-        for text in (own.titled, own.question, *own.answers)
+        for passage, about in ((one, other), (other, one))
+        for text in (passage.titled, passage.question, *passage.answers)
     )

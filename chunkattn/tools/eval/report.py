@@ -59,7 +59,7 @@ def answer_measures(texts: Sequence[str], questions: Sequence[Question]) -> dict
     return {
         "exact match": np.asarray([exact_match(text, question.answers) for text, question in pairs]),
         "F1": np.asarray([token_f1(text, question.answers) for text, question in pairs]),
-        CONTAINED: np.asarray([containment_of_all(text, question.wanted) for text, question in pairs]),
+        CONTAINED: np.asarray([containment_of_all(text, question.alternatives) for text, question in pairs]),
     }
 
 
@@ -71,33 +71,33 @@ def compare(values: Mapping[Condition, Values]) -> list[Row]:
     """
     full = Condition("full")
     rows = []
-    for condition, own in values.items():
+    for condition, measures in values.items():
         control = Condition("full", Calibration(0, *condition.weighing))
         controlled = condition.calibration.weighs and condition.kind != "full" and control in values
         rows.append(
             Row(
                 condition.name,
-                {name: mean_of(listed) for name, listed in own.items()},
-                _difference(own, values[full]) if condition != full else None,
-                _difference(own, values[control]) if controlled else None,
+                {name: mean_of(numbers) for name, numbers in measures.items()},
+                _difference(measures, values[full]) if condition != full else None,
+                _difference(measures, values[control]) if controlled else None,
             )
         )
     return rows
 
 
-def compare_rankings(given: Values, ranked: Values) -> list[Row]:
+def compare_rankings(before: Values, ranked: Values) -> list[Row]:
     """Return a row for the given order of the documents, and one for the model's.
 
     Args:
-        given: measures of the given order.
-        ranked: measures of the model's order, query by query as in `given`.
+        before: measures of the given order.
+        ranked: measures of the model's order, query by query as in `before`.
     """
-    means = [{name: mean_of(listed) for name, listed in own.items()} for own in (given, ranked)]
-    return [Row("given order", means[0]), Row("ranked", means[1], _difference(ranked, given))]
+    means = [{name: mean_of(values) for name, values in measures.items()} for measures in (before, ranked)]
+    return [Row("given order", means[0]), Row("ranked", means[1], _difference(ranked, before))]
 
 
-def _difference(own: Values, other: Values) -> dict[str, Mean]:
-    return {name: mean_of(listed - other[name]) for name, listed in own.items() if name in other}
+def _difference(values: Values, other: Values) -> dict[str, Mean]:
+    return {name: mean_of(listed - other[name]) for name, listed in values.items() if name in other}
 
 
 def advised(values: Mapping[Condition, Values], calibration: Calibration) -> bool:
@@ -137,12 +137,17 @@ def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> 
         change = mean_of(_logprobs(values, calibration) - control)
         text += f", and {change.mean:+.2f} {_interval(change)} against full attention with the same temperature and scale"
     text += f". The values change the log-probability by {gain.mean:+.2f} {_interval(gain)}"
+    return _advice(text, gain, "set these values", "keep the defaults")
+
+
+def _advice(text: str, gain: Mean, change: str, keep: str) -> str:
+    """Return a sentence that ends with what to do: to change something if the questions show a gain, else to keep it."""
     if gain.sign > 0:
-        return f"{text}: set these values."
+        return f"{text}: {change}."
     if gain.sign < 0:
-        return f"{text}, which makes it worse: keep the defaults."
+        return f"{text}, which makes it worse: {keep}."
     more = "" if _suffices(gain) else f", or {_more(gain, 'gain')}"
-    return f"{text}, but {_untold(gain, 'gain')}: keep the defaults{more}."
+    return f"{text}, but {_untold(gain, 'gain')}: {keep}{more}."
 
 
 def loss(change: Mean) -> str:
@@ -172,23 +177,23 @@ def focus_conclusion(values: Mapping[Condition, Values], best: Condition) -> str
         values: values by condition, texts measured, full attention among them.
         best: condition with the most right answers on other questions; without a focus, isolated documents had the most.
     """
-    own, full = values[best][CONTAINED], values[Condition("full")][CONTAINED]
-    beside = mean_of(own - full)
-    doubt = "" if beside.sign else ", which these questions cannot tell from none"
-    end = f"{beside.mean:+.2f} {_interval(beside)} against full attention{doubt}"
+    share, against_full = _contained(values, best)
     if best.focus is None:
-        return f"No focus that was tried has more right answers than isolated documents: {own.mean():.2f} contain it, {end}."
+        return f"No focus that was tried has more right answers than isolated documents: {share} contain it, {against_full}."
     gain = mean_of(focus_gain(values, best))
     text = (
-        f"With a focus, {best.focus.name}, {own.mean():.2f} of the answers contain the right one: {gain.mean:+.2f} "
-        f"{_interval(gain)} against isolated documents, {end}"
+        f"With a focus, {best.focus.name}, {share} of the answers contain the right one: {gain.mean:+.2f} "
+        f"{_interval(gain)} against isolated documents, {against_full}"
     )
-    if gain.sign > 0:
-        return f"{text}: pass focus={asdict(best.focus)}."
-    if gain.sign < 0:
-        return f"{text}. The focus makes it worse: leave it off."
-    more = "" if _suffices(gain) else f", or {_more(gain, 'gain')}"
-    return f"{text}, but {_untold(gain, 'gain')}: leave it off{more}."
+    return _advice(text, gain, f"pass focus={asdict(best.focus)}", "leave it off")
+
+
+def _contained(values: Mapping[Condition, Values], condition: Condition) -> tuple[str, str]:
+    """Return the share of answers that contain the right one, and its difference from full attention."""
+    shares, full = values[condition][CONTAINED], values[Condition("full")][CONTAINED]
+    change = mean_of(shares - full)
+    doubt = "" if change.sign else ", which these questions cannot tell from none"
+    return f"{shares.mean():.2f}", f"{change.mean:+.2f} {_interval(change)} against full attention{doubt}"
 
 
 def focus_hint(values: Mapping[Condition, Values]) -> str:
@@ -199,13 +204,11 @@ def focus_hint(values: Mapping[Condition, Values]) -> str:
     """
     tried = [condition for condition in values if condition.focus is not None and condition.focus.score != GOLD]
     best = max(tried, key=lambda condition: values[condition][CONTAINED].mean())
-    own, full = values[best][CONTAINED], values[Condition("full")][CONTAINED]
-    beside = mean_of(own - full)
-    doubt = "" if beside.sign else ", which these questions cannot tell from none"
+    share, against_full = _contained(values, best)
     return (
-        f"Of {len(tried)} ways to focus, {best.name} has the most right answers here: {own.mean():.2f} contain it, "
-        f"{beside.mean:+.2f} {_interval(beside)} against full attention{doubt}. The best of several looks better than it is: "
-        "`chunkattn calibrate --focus` chooses on one half of your questions and measures on the other."
+        f"Of {len(tried)} ways to focus, {best.name} has the most right answers here: {share} contain it, {against_full}. "
+        "The best of several looks better than it is: `chunkattn calibrate --focus` chooses on one half of your questions and "
+        "measures on the other."
     )
 
 
@@ -215,13 +218,13 @@ def ranking_conclusion(rows: Sequence[Row]) -> str:
     Args:
         rows: rows of `compare_rankings`.
     """
-    given, ranked = rows
+    before, ranked = rows
     assert ranked.against_full is not None
     name, change = "NDCG@10", ranked.against_full["NDCG@10"]
     how = "raises" if change.mean > 0 else "lowers" if change.mean < 0 else "keeps"
     doubt = "" if change.sign else f", but {_untold(change, 'change', 'queries', 3)}"
     return (
-        f"The model's ranking {how} {name} of the given order, {given.means[name].mean:.3f} to {ranked.means[name].mean:.3f} "
+        f"The model's ranking {how} {name} of the given order, {before.means[name].mean:.3f} to {ranked.means[name].mean:.3f} "
         f"(difference {change.mean:+.3f}, {_interval(change, 3)[1:-1]}){doubt}. Every document is scored exactly as if it "
         "were sent alone, so isolation costs a ranking nothing and there is nothing to set."
     )
@@ -298,12 +301,12 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     Args:
         rows: rows of a comparison.
     """
-    found = [asdict(row) for row in rows]
-    for row, fields in zip(rows, found, strict=True):
+    listed = [asdict(row) for row in rows]
+    for row, fields in zip(rows, listed, strict=True):
         for place in ("against_full", "against_control"):
             for name, change in (getattr(row, place) or {}).items():
                 fields[place][name]["resolution"] = change.resolution
-    return [_finite(fields) for fields in found]
+    return [_finite(fields) for fields in listed]
 
 
 def _finite(value: Any) -> Any:

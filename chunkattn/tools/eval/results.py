@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkattn.errors import ConfigError
+from chunkattn.layout import ChunkLayout
 
 
 def result_key(*parts: Any) -> str:
@@ -22,7 +23,12 @@ def result_key(*parts: Any) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
-class Results:
+def layout_digest(layout: ChunkLayout) -> str:
+    """Return 32 characters that identify the tokens and positions of a prompt."""
+    return hashlib.blake2b(layout.token_ids.tobytes() + layout.positions.tobytes(), digest_size=16).hexdigest()
+
+
+class Results(dict[str, Mapping[str, Any]]):
     """Results by key, kept in memory and, with a path, in a file with one JSON object a line.
 
     Args:
@@ -34,8 +40,8 @@ class Results:
     """
 
     def __init__(self, path: Path | None = None) -> None:
+        super().__init__()
         self.path = path
-        self._found: dict[str, Mapping[str, Any]] = {}
         if path is None or not path.exists():
             return
         try:
@@ -46,7 +52,7 @@ class Results:
         for number, line in enumerate(complete.splitlines(), 1):
             try:
                 result = json.loads(line)
-                self._found[result["key"]] = result
+                self[result["key"]] = result
             except (ValueError, TypeError, KeyError):
                 raise ConfigError(f"{path} line {number} is no result of this command; choose another --results file") from None
         if data and not complete:
@@ -56,15 +62,6 @@ class Results:
                 os.truncate(path, len(complete))
             except OSError as error:
                 raise ConfigError(f"{path} cannot be written: {error}") from None
-
-    def __len__(self) -> int:
-        return len(self._found)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._found
-
-    def __getitem__(self, key: str) -> Mapping[str, Any]:
-        return self._found[key]
 
     def add(self, results: Iterable[Mapping[str, Any]]) -> None:
         """Keep results; the file holds them when the call returns.
@@ -76,7 +73,7 @@ class Results:
             ConfigError: the file cannot be written.
         """
         new = {result["key"]: result for result in results}
-        self._found |= new
+        self.update(new)
         if self.path is None or not new:
             return
         try:

@@ -93,5 +93,5 @@ def search(
 def _around(centre: Calibration, step: float) -> list[Weighing]:
     """Return temperature and scale of a calibration, and their eight neighbours."""
     moves = (0.0, -step, step)
-    found = [(round(centre.chunk_temperature + t, 6), round(centre.chunk_scale + s, 6)) for t in moves for s in moves]
-    return [(t, s) for t, s in found if min(t, s) >= LOWEST]
+    weighings = [(round(centre.chunk_temperature + t, 6), round(centre.chunk_scale + s, 6)) for t in moves for s in moves]
+    return [(t, s) for t, s in weighings if min(t, s) >= LOWEST]

@@ -6,11 +6,12 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from chunkattn.errors import ChunkAttnError, ConfigError
-from chunkattn.tools.flips.questions import Ask, Asker, Generation, Kind, MissingRoute, Plan, Refused, Scoring
+from chunkattn.tools.flips.questions import Ask, FlipPlan, Generation, Kind, Scoring
 from chunkattn.tools.flips.replies import Tally
-from chunkattn.tools.load.client import Client
+from chunkattn.tools.load.client import Client, MissingRoute, RefusedRequest
 from chunkattn.tools.load.workloads import Texts
 
 FIRST = "the first answers"
@@ -19,7 +20,7 @@ _PAUSE_S = 0.1
 
 
 async def measure(
-    client: Client, plan: Plan, texts: Texts, progress: Callable[[str], None], note: Callable[[str], None]
+    client: Client, plan: FlipPlan, texts: Texts, progress: Callable[[str], None], note: Callable[[str], None]
 ) -> AsyncIterator[Tally]:
     """Yield the comparison of every condition with the first answers.
 
@@ -34,7 +35,7 @@ async def measure(
         ConfigError: the server has none of the routes, or refuses a request.
         EngineError: the server fails, or gives an answer that cannot be read.
     """
-    ask = Asker(client, plan.timeout_s)
+    ask = partial(client.json, timeout_s=plan.timeout_s)
     chosen: list[Kind] = [Scoring(ask, plan, texts)] if plan.scoring else []
     chosen += [Generation(ask, plan, texts)] if plan.generation else []
     kinds, missing = [], []
@@ -70,14 +71,14 @@ async def _named(kind: Kind, condition: str, work: Awaitable[None]) -> None:
         await work
     except ChunkAttnError as error:
         advice = ""
-        if isinstance(error, Refused):
+        if isinstance(error, RefusedRequest):
             choose = f"choose another {kind.option}, or none"
             advice = f"; {choose}" if condition == FIRST else f"; lower --company or --load, or {choose}"
         raise type(error)(f"{kind.name}, {condition}: {error}{advice}") from None
 
 
 @asynccontextmanager
-async def _loaded(ask: Ask, kinds: Sequence[Kind], plan: Plan, note: Callable[[str], None]) -> AsyncIterator[None]:
+async def _loaded(ask: Ask, kinds: Sequence[Kind], plan: FlipPlan, note: Callable[[str], None]) -> AsyncIterator[None]:
     """Keep `plan.load` other requests under way. The block begins when one was answered or has failed."""
     began, answered, failures = asyncio.Event(), 0, []
 

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunkattn.errors import ConfigError, EngineError
 from chunkattn.tools.flips.replies import Score, Tally, Tokens, read_scores, read_tokens
-from chunkattn.tools.load.client import Client
 from chunkattn.tools.load.workloads import GENERATIONS, LABELLED, SCORINGS, WORDS, Texts, generation_fields, scoring_fields
 
 _LIKELIEST = 5
 """Likeliest tokens asked for at each token; OpenAI's completions allow no more."""
-_LONGEST_MESSAGE = 300
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class FlipPlan:
     """Questions and conditions.
 
     Attributes:
@@ -73,56 +69,6 @@ class Plan:
     salted: bool = False
 
 
-class MissingRoute(ConfigError):
-    """Server without the route of a question."""
-
-
-class Refused(ConfigError):
-    """Request that the server understands as HTTP and refuses for its content or size."""
-
-
-class Asker:
-    """Sends questions to one server.
-
-    Args:
-        client: client of the server.
-        timeout_s: longest wait for an answer.
-    """
-
-    def __init__(self, client: Client, timeout_s: float) -> None:
-        self._client, self._timeout_s = client, timeout_s
-
-    async def __call__(self, path: str, body: dict[str, Any]) -> Any:
-        """Return the JSON of an answer.
-
-        Raises:
-            MissingRoute: the server has no such route.
-            Refused: the server refuses what the request says or its size.
-            ConfigError: the server refuses the request for another reason, such as a wrong key or a full queue.
-            EngineError: the server fails, gives no answer, or no JSON.
-        """
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                status, text = await self._client.ask(path, json.dumps(body).encode())
-        except TimeoutError:
-            raise EngineError(f"POST {path} had no answer within {self._timeout_s:g} s (--timeout-s)") from None
-        except OSError as error:
-            raise EngineError(f"POST {path} failed: {error or type(error).__name__}; is the server running?") from None
-        if status != 200:
-            kind = _ERRORS.get(status, ConfigError if status < 500 else EngineError)
-            raise kind(f"POST {path} answered {status}: {text[:_LONGEST_MESSAGE].decode(errors='replace')}")
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise EngineError(f"POST {path} gave no JSON") from None
-
-
-_ERRORS: dict[int, type[ConfigError]] = {
-    **dict.fromkeys((404, 405, 501), MissingRoute),
-    **dict.fromkeys((400, 413, 422), Refused),
-}
-"""Errors by status."""
-
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
 Round = Callable[[Tally], Awaitable[None]]
 
@@ -138,18 +84,17 @@ class Scoring:
 
     name, option = "scores", "--scoring"
 
-    def __init__(self, ask: Ask, plan: Plan, texts: Texts) -> None:
+    def __init__(self, ask: Ask, plan: FlipPlan, texts: Texts) -> None:
         assert plan.scoring is not None
         self._ask, self._plan, self._texts, self._form = ask, plan, texts, plan.scoring
         self._rng = random.Random(f"{plan.seed} scores")
-        self._queries = [texts.draw(self._rng, plan.query_tokens) for _ in range(plan.queries)]
-        self._items = [[self._target() for _ in range(plan.items)] for _ in self._queries]
-        self._first: list[list[Score]] = []
+        queries = [texts.draw(self._rng, plan.query_tokens) for _ in range(plan.queries)]
+        self._asked = [(query, [self._target() for _ in range(plan.items)], list[Score]()) for query in queries]
 
     async def first(self) -> None:
         """Ask every item for the first time, alone in its request."""
-        for query, items in zip(self._queries, self._items, strict=True):
-            self._first.append([(await self._scores(query, [item]))[0] for item in items])
+        for query, items, first in self._asked:
+            first += [(await self._scores(query, [item]))[0] for item in items]
 
     def conditions(self) -> list[tuple[str, Round]]:
         """Return the conditions without load."""
@@ -159,31 +104,30 @@ class Scoring:
     async def loaded(self, tally: Tally) -> None:
         """Ask every item alone and all items with new others, since a server may keep the score of an equal request."""
         await self._alone(tally, anew=True)
-        await self._company(len(self._items[0]) + 3)(tally)
+        await self._company(self._plan.items + 3)(tally)
 
     def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
         """Return a request of new items, half of the time behind a query that is compared."""
-        query = rng.choice([rng.choice(self._queries), self._texts.draw(rng, self._plan.query_tokens)])
+        query = rng.choice([rng.choice(self._asked)[0], self._texts.draw(rng, self._plan.query_tokens)])
         return self._request(query, [self._stranger(rng) for _ in range(rng.randint(1, 16))])
 
     async def _alone(self, tally: Tally, *, anew: bool = False) -> None:
-        for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
-            found = [(await self._scores(query, [item], anew=anew))[0] for item in items]
-            self._compare(tally, place, found)
+        for query, items, first in self._asked:
+            self._compare(tally, first, [(await self._scores(query, [item], anew=anew))[0] for item in items])
 
     async def _orders(self, tally: Tally) -> None:
-        for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
+        for query, items, first in self._asked:
             order = _other_order(self._rng, len(items))
             scores = await self._scores(query, [items[index] for index in order], anew=True)
-            self._compare(tally, place, [score for _, score in sorted(zip(order, scores, strict=True))])
+            self._compare(tally, first, [score for _, score in sorted(zip(order, scores, strict=True))])
 
     def _company(self, count: int) -> Round:
         """Return the condition in which every item has `count` others; half of them at most are compared too."""
 
         async def ask(tally: Tally) -> None:
             size = max(1, (count + 1) // 2)
-            for place, (query, items) in enumerate(zip(self._queries, self._items, strict=True)):
-                found: dict[int, Score] = {}
+            for query, items, first in self._asked:
+                scored: dict[int, Score] = {}
                 order = self._rng.sample(range(len(items)), len(items))
                 for at in range(0, len(order), size):
                     group = order[at : at + size]
@@ -191,13 +135,13 @@ class Scoring:
                     asked: list[tuple[int | None, str]] = [*((index, items[index]) for index in group), *others]
                     self._rng.shuffle(asked)
                     scores = await self._scores(query, [text for _, text in asked], anew=True)
-                    found |= {index: score for (index, _), score in zip(asked, scores, strict=True) if index is not None}
-                self._compare(tally, place, [found[index] for index in range(len(items))])
+                    scored |= {index: score for (index, _), score in zip(asked, scores, strict=True) if index is not None}
+                self._compare(tally, first, [scored[index] for index in range(len(items))])
 
         return ask
 
-    def _compare(self, tally: Tally, place: int, found: Sequence[Score]) -> None:
-        tally.add_scores(self._first[place], found, is_labelled=self._form in LABELLED)
+    def _compare(self, tally: Tally, first: Sequence[Score], now: Sequence[Score]) -> None:
+        tally.add_scores(first, now, is_labelled=self._form in LABELLED)
 
     async def _scores(self, query: str, items: Sequence[str], *, anew: bool = False) -> list[Score]:
         path, body = self._request(query, items)
@@ -231,7 +175,7 @@ class Generation:
 
     name, option = "texts", "--generation"
 
-    def __init__(self, ask: Ask, plan: Plan, texts: Texts) -> None:
+    def __init__(self, ask: Ask, plan: FlipPlan, texts: Texts) -> None:
         assert plan.generation is not None
         self._ask, self._plan, self._texts, self._form = ask, plan, texts, plan.generation
         self._rng = random.Random(f"{plan.seed} texts")

@@ -23,15 +23,15 @@ def read_scores(answer: Any, items: int) -> list[Score]:
     Raises:
         EngineError: the answer has no scores, another number of them, or a value that is no finite number.
     """
-    found = answer
+    entries = answer
     if isinstance(answer, dict):
-        found = next((answer[name] for name in ("results", "scores", "data") if isinstance(answer.get(name), list)), None)
-    if not isinstance(found, list):
+        entries = next((answer[name] for name in ("results", "scores", "data") if isinstance(answer.get(name), list)), None)
+    if not isinstance(entries, list):
         raise EngineError(f"the answer has no scores: {_short(answer)}")
-    if len(found) != items:
-        raise EngineError(f"the answer has {len(found)} scores for {items} items")
+    if len(entries) != items:
+        raise EngineError(f"the answer has {len(entries)} scores for {items} items")
     scores: dict[int, Score] = {}
-    for place, entry in enumerate(found):
+    for place, entry in enumerate(entries):
         index, value = place, entry
         if isinstance(entry, dict):
             index, value = entry.get("index", place), entry.get("relevance_score", entry.get("score"))
@@ -61,16 +61,16 @@ def read_tokens(answer: Any) -> Tokens:
         EngineError: the answer has no tokens with log-probabilities.
     """
     try:
-        given = answer["choices"][0]["logprobs"]
-        if "content" in given:
-            entries = [(entry, entry.get("top_logprobs") or []) for entry in given["content"]]
+        logprobs = answer["choices"][0]["logprobs"]
+        if "content" in logprobs:
+            entries = [(entry, entry.get("top_logprobs") or []) for entry in logprobs["content"]]
             names = [entry["token"] for entry, _ in entries]
             tables = [{each["token"]: each["logprob"] for each in (*tops, entry)} for entry, tops in entries]
         else:
-            names = given["tokens"]
-            tops = given.get("top_logprobs") or [{}] * len(names)
+            names = logprobs["tokens"]
+            tops = logprobs.get("top_logprobs") or [{}] * len(names)
             tables = [
-                {**(top or {}), name: value} for name, value, top in zip(names, given["token_logprobs"], tops, strict=True)
+                {**(top or {}), name: value} for name, value, top in zip(names, logprobs["token_logprobs"], tops, strict=True)
             ]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
         raise EngineError(f"the answer has no log-probabilities of tokens: {_short(answer)}") from None

@@ -123,13 +123,13 @@ class Scores:
             answer = msgspec.json.decode(b"".join(self._pieces), type=_Scores)
         except msgspec.MsgspecError as error:
             return f"the answer cannot be read: {error}"
-        found = answer.scores or answer.data or answer.results or []
+        scores = answer.scores or answer.data or answer.results or []
         if answer.usage is not None:
             self._record.prompt_tokens = answer.usage.prompt_tokens
-        return None if len(found) == self._items else f"{len(found)} scores for {self._items} items"
+        return None if len(scores) == self._items else f"{len(scores)} scores for {self._items} items"
 
 
-class Caller:
+class Sender:
     """Sends the requests of one workload to a server.
 
     Args:

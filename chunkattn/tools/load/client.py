@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import ssl
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from httptools import HttpParserError, HttpResponseParser
 
-from chunkattn.errors import ConfigError
+from chunkattn.errors import ConfigError, EngineError
+
+_ANSWER_S = 60.0
+_LONGEST_MESSAGE = 300
+
+
+class MissingRoute(ConfigError):
+    """Server without the route of a question."""
+
+
+class RefusedRequest(ConfigError):
+    """Request that the server understands as HTTP and refuses for its content or size."""
+
+
+_ERRORS: dict[int, type[ConfigError]] = {
+    **dict.fromkeys((404, 405, 501), MissingRoute),
+    **dict.fromkeys((400, 413, 422), RefusedRequest),
+}
+"""Errors by status."""
 
 
 class Client:
@@ -57,6 +76,39 @@ class Client:
         parts: list[bytes] = []
         status = await self._request("GET" if body is None else "POST", path, body or b"", parts.append)
         return status, b"".join(parts)
+
+    async def json(
+        self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _ANSWER_S, advice: str = ""
+    ) -> Any:
+        """Return the JSON of the answer to a GET or, with a body, to a POST.
+
+        Args:
+            path: path below the base URL.
+            body: value for the body.
+            timeout_s: longest wait for the answer in seconds.
+            advice: end of the error about an answer that is no success or no JSON.
+
+        Raises:
+            MissingRoute: the server has no such route.
+            RefusedRequest: the server refuses what the request says or its size.
+            ConfigError: the server refuses the request for another reason, such as a wrong key or a full queue.
+            EngineError: the server fails, gives no answer, or no JSON.
+        """
+        name = f"{'GET' if body is None else 'POST'} {path}"
+        try:
+            async with asyncio.timeout(timeout_s):
+                status, text = await self.ask(path, None if body is None else json.dumps(body).encode())
+        except TimeoutError:
+            raise EngineError(f"{name} had no answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise EngineError(f"{name} failed: {error or type(error).__name__}; is the server running?") from None
+        if status != 200:
+            kind = _ERRORS.get(status, ConfigError if status < 500 else EngineError)
+            raise kind(f"{name} answered {status}: {text[:_LONGEST_MESSAGE].decode(errors='replace')}{advice}")
+        try:
+            return json.loads(text)
+        except ValueError:
+            raise EngineError(f"{name} gave no JSON{advice}") from None
 
     async def post(self, path: str, body: bytes, hear: Callable[[bytes], None]) -> int:
         """Send a POST and return the status of its answer.

@@ -45,7 +45,7 @@ Ask = Callable[[bytes, Record], Awaitable[None]]
 
 
 @dataclass
-class Run:
+class LoadRun:
     """Observations of one rate.
 
     Attributes:
@@ -67,7 +67,7 @@ class Run:
     loop_lag_s: float = 0.0
 
 
-def poisson(rate: float, seconds: float, seed: int, most: int | None = None) -> list[float]:
+def poisson(rate: float, seconds: float, seed: int | None, most: int | None = None) -> list[float]:
     """Return arrival times of a Poisson process in seconds after the start.
 
     Args:
@@ -93,7 +93,7 @@ async def run(
     max_in_flight: int,
     drain_s: float,
     clock: Callable[[], float] = time.perf_counter,
-) -> Run:
+) -> LoadRun:
     """Send requests on schedule, then wait a limited time for the remaining answers.
 
     Args:
@@ -104,7 +104,7 @@ async def run(
         drain_s: longest wait in seconds for answers after the last arrival. Later answers are cancelled.
         clock: current time in seconds, for the schedule and for `Record`; `ask` must use the same one.
     """
-    made = Run(len(arrivals), clock())
+    made = LoadRun(len(arrivals), clock())
     watch = asyncio.create_task(_watch(made, clock))
     pending: set[asyncio.Task[None]] = set()
     try:
@@ -148,7 +148,7 @@ async def _send(body: bytes, record: Record, ask: Ask, clock: Callable[[], float
     record.ended = clock()
 
 
-async def _watch(made: Run, clock: Callable[[], float]) -> None:
+async def _watch(made: LoadRun, clock: Callable[[], float]) -> None:
     while True:
         due = clock() + _TICK_S
         await asyncio.sleep(_TICK_S)

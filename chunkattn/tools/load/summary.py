@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from chunkattn.tools.load.open_loop import OK, UNANSWERED, Record, Run
+from chunkattn.tools.load.open_loop import OK, UNANSWERED, LoadRun, Record
 
 _FEW = 100
 """Requests below which the 99th percentile is the maximum."""
@@ -40,8 +40,8 @@ class Spread:
         """
         if not seconds:
             return None
-        found = np.percentile(np.asarray(seconds, np.float64), (50, 90, 99, 100), method="inverted_cdf")
-        return cls(*(1000 * value if math.isfinite(value) else None for value in found.tolist()))
+        percentiles = np.percentile(np.asarray(seconds, np.float64), (50, 90, 99, 100), method="inverted_cdf")
+        return cls(*(1000 * value if math.isfinite(value) else None for value in percentiles.tolist()))
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def tpot(record: Record) -> float | None:
     return (record.tokens[-1] - record.tokens[0]) / (made - 1) if len(record.tokens) > 1 and made > 1 else None
 
 
-def summarize(run: Run, workload: str, rate: float, streamed: bool, objective: Objective, max_lag_ms: float) -> Summary:
+def summarize(run: LoadRun, workload: str, rate: float, streamed: bool, objective: Objective, max_lag_ms: float) -> Summary:
     """Return the figures of a run.
 
     Latencies are those of the requests that succeeded or got no answer in time. The latter count as infinite.
@@ -154,8 +154,8 @@ def summarize(run: Run, workload: str, rate: float, streamed: bool, objective: O
     left = [record for record in run.records if record.status == UNANSWERED]
     seconds = max(run.ended - run.began, 1e-9)
     good = sum(objective.is_met(record, streamed) for record in succeeded)
-    first = [found for record in succeeded if (found := ttft(record)) is not None]
-    first += [math.inf if (found := ttft(record)) is None else found for record in left]
+    first = [time for record in succeeded if (time := ttft(record)) is not None]
+    first += [math.inf if (time := ttft(record)) is None else time for record in left]
     lags = [max(0.0, record.sent - record.due) for record in run.records if not math.isnan(record.sent)]
     gaps = [b - a for record in succeeded for a, b in zip(record.tokens, record.tokens[1:])]
     return Summary(
@@ -170,7 +170,7 @@ def summarize(run: Run, workload: str, rate: float, streamed: bool, objective: O
         good / seconds if objective.bounds(streamed) else None,
         Spread.of([latency(record) for record in (*succeeded, *left)]),
         Spread.of(first) if streamed else None,
-        Spread.of([found for record in succeeded if (found := tpot(record)) is not None]),
+        Spread.of([time for record in succeeded if (time := tpot(record)) is not None]),
         Spread.of(gaps),
         _mean([record.prompt_tokens for record in succeeded]),
         _mean([record.completion_tokens for record in succeeded]) if streamed else None,
@@ -186,7 +186,7 @@ def _mean(values: Sequence[int | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def _notes(run: Run, counted: int, unanswered: int, lags: Sequence[float], max_lag_ms: float) -> list[str]:
+def _notes(run: LoadRun, counted: int, unanswered: int, lags: Sequence[float], max_lag_ms: float) -> list[str]:
     notes = []
     if run.is_full:
         notes.append(

@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-from chunkattn.errors import ConfigError, EngineError
-from chunkattn.tools.load.answers import Caller
+from chunkattn.errors import ChunkAttnError, ConfigError, EngineError
+from chunkattn.tools.load.answers import Sender
 from chunkattn.tools.load.client import Client
 from chunkattn.tools.load.open_loop import OK, Ask, Record, poisson, run
 from chunkattn.tools.load.summary import Objective, Summary, summarize
-from chunkattn.tools.load.workloads import LABELLED, LABELS, Form, Source, Texts, Workload
-
-_ANSWER_S = 60.0
-"""Longest wait for an answer about models or tokens."""
+from chunkattn.tools.load.workloads import LABELLED, LABELS, Source, Texts, WireForm, Workload
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class LoadPlan:
     """Workloads, rates and limits of a sweep.
 
     Attributes:
@@ -31,7 +26,7 @@ class Plan:
         rates: offered requests per second, for each workload.
         seconds: length of the arrivals at one rate in seconds.
         requests: limit on the requests at one rate; by default none.
-        seed: seed of arrivals and texts.
+        seed: seed of arrivals and texts. By default random: a server has the texts of a seed it has seen cached.
         max_in_flight: requests without an answer that end the arrivals.
         drain_s: longest wait in seconds for answers after the last arrival.
         warm_up_s: longest wait in seconds for a request before the measurement.
@@ -43,7 +38,7 @@ class Plan:
     rates: tuple[float, ...]
     seconds: float = 30.0
     requests: int | None = None
-    seed: int
+    seed: int | None = None
     max_in_flight: int = 512
     drain_s: float = 60.0
     warm_up_s: float = 300.0
@@ -55,11 +50,11 @@ async def served_model(client: Client) -> str:
     """Return the first model that the server lists.
 
     Raises:
-        ConfigError: the server cannot be reached, refuses, or lists none.
+        ConfigError: the server refuses, or lists none.
+        EngineError: the server cannot be reached, or fails.
     """
-    answer = await _json(client.ask("/v1/models"), "GET /v1/models")
     try:
-        return str(answer["data"][0]["id"])
+        return str((await client.json("/v1/models"))["data"][0]["id"])
     except (KeyError, IndexError, TypeError):
         raise ConfigError("GET /v1/models lists no model; name one with --model") from None
 
@@ -67,11 +62,9 @@ async def served_model(client: Client) -> str:
 async def is_ours(client: Client) -> bool:
     """Return whether the server lists a model of this project's."""
     try:
-        answer = await _json(client.ask("/v1/models"), "GET /v1/models")
-    except ConfigError:
+        return any(model.get("owned_by") == "chunkattn" for model in (await client.json("/v1/models"))["data"])
+    except (ChunkAttnError, KeyError, TypeError, AttributeError):
         return False
-    listed = answer.get("data") if isinstance(answer, dict) else None
-    return any(isinstance(model, dict) and model.get("owned_by") == "chunkattn" for model in listed or ())
 
 
 async def tokenize(client: Client, model: str, text: str) -> list[int]:
@@ -81,8 +74,7 @@ async def tokenize(client: Client, model: str, text: str) -> list[int]:
         ConfigError: the server cannot be reached or has no such route.
     """
     body = {"model": model, "prompt": text, "add_special_tokens": False}
-    asked = client.ask("/tokenize", json.dumps(body).encode())
-    answer = await _json(asked, "POST /tokenize", "; name the model's tokenizer with --tokenizer")
+    answer = await client.json("/tokenize", body, advice="; name the model's tokenizer with --tokenizer")
     try:
         return [int(token) for token in answer["tokens"]]
     except (KeyError, TypeError, ValueError):
@@ -109,30 +101,20 @@ async def tokenizer_of(client: Client, model: str, name: str | None) -> Callable
     return tokens
 
 
-async def _json(asked: Awaitable[tuple[int, bytes]], what: str, advice: str = "") -> Any:
-    try:
-        async with asyncio.timeout(_ANSWER_S):
-            status, body = await asked
-    except OSError as error:  # TimeoutError among them
-        raise ConfigError(f"{what} failed: {error or type(error).__name__}; is the server running?") from None
-    if status != 200:
-        raise ConfigError(f"{what} answered {status}: {body[:300].decode(errors='replace')}{advice}")
-    try:
-        return json.loads(body)
-    except ValueError:
-        raise ConfigError(f"{what} gave no JSON{advice}") from None
-
-
 async def label_ids(tokens: Callable[[str], Awaitable[list[int]]]) -> tuple[int, ...]:
     """Return one token id for each of `LABELS`, the last of its text."""
-    found = tuple([ids[-1] for label in LABELS if (ids := await tokens(label))])
-    if len(set(found)) != len(LABELS):
+    ids_of_labels = tuple([ids[-1] for label in LABELS if (ids := await tokens(label))])
+    if len(set(ids_of_labels)) != len(LABELS):
         raise ConfigError(f"the tokenizer does not tell {' and '.join(LABELS)} apart; choose another --scoring")
-    return found
+    return ids_of_labels
 
 
 async def sweep(
-    client: Client, plan: Plan, form: Form, tokens: Callable[[str], Awaitable[list[int]]], progress: Callable[[str], None]
+    client: Client,
+    plan: LoadPlan,
+    form: WireForm,
+    tokens: Callable[[str], Awaitable[list[int]]],
+    progress: Callable[[str], None],
 ) -> AsyncIterator[Summary]:
     """Yield the figures of every workload at every rate.
 
@@ -160,7 +142,7 @@ async def sweep(
         form = replace(form, label_ids=await label_ids(tokens))
     for workload in plan.workloads:
         source = Source(workload, form, texts, plan.seed)
-        ask = Caller(client, form.path(workload), workload.count if workload.is_rerank else None)
+        ask = Sender(client, form.path(workload), workload.count if workload.is_rerank else None)
         progress(f"{workload.name}: warming up")
         for body in source.warm_up():
             await _warm_up(ask, body, workload, plan.warm_up_s)

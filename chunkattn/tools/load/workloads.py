@@ -54,17 +54,17 @@ class Workload:
         Raises:
             ConfigError: the name is not of the form `rag-DOCUMENTSxTOKENS` or `rerank-ITEMSxTOKENS`, or a count is 0.
         """
-        found = re.fullmatch(r"(rag|rerank)-([1-9]\d{0,5})x([1-9]\d{0,6})", name)
-        if found is None:
+        match = re.fullmatch(r"(rag|rerank)-([1-9]\d{0,5})x([1-9]\d{0,6})", name)
+        if match is None:
             raise ConfigError(
                 f"unknown workload {name!r}; give rag-DOCUMENTSxTOKENS or rerank-ITEMSxTOKENS, "
                 "such as rag-8x100 or rerank-10x300 (10 items behind a query of 300 tokens)"
             )
-        return cls(name, found[1] == "rerank", int(found[2]), int(found[3]))
+        return cls(name, match[1] == "rerank", int(match[2]), int(match[3]))
 
 
 @dataclass(frozen=True)
-class Form:
+class WireForm:
     """Sizes and wire format that all requests of a command share.
 
     Attributes:
@@ -144,7 +144,7 @@ class Source:
         seed: seed of the texts.
     """
 
-    def __init__(self, workload: Workload, form: Form, texts: Texts, seed: int) -> None:
+    def __init__(self, workload: Workload, form: WireForm, texts: Texts, seed: int | None) -> None:
         self._workload, self._form, self._texts = workload, form, texts
         self._rng = random.Random(f"{seed} {workload.name}")
         self._prefix = texts.draw(self._rng, form.prefix_tokens)

@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.table import Table
 
 import chunkattn
-from chunkattn.cli.bench import JsonFile, check_files, group
-from chunkattn.cli.common import command, console, figures, print_lines, write_json
-from chunkattn.cli.environment import processor
-from chunkattn.cli.options import check_positive, with_options
-from chunkattn.cli.progress import say
-from chunkattn.errors import ChunkAttnError, ConfigError
+from chunkattn.errors import ConfigError
+from chunkattn.terminal.commands import command, console, figures, print_lines
+from chunkattn.terminal.files import JsonFile, check_files, write_json
+from chunkattn.terminal.flags import check_choice, check_positive, numbers_in, options_for, with_options
+from chunkattn.terminal.progress import say
+from chunkattn.tools.bench.command import group
+from chunkattn.tools.bench.measure import processor
+from chunkattn.tools.bench.sizes import check_geometry
 from chunkattn.tools.load.client import Client
+from chunkattn.tools.load.reports import reporting
 from chunkattn.tools.load.server import Server
 from chunkattn.tools.load.summary import Objective, Spread, Summary
-from chunkattn.tools.load.sweep import Plan, random_seed, served_model, sweep, tokenizer_of
-from chunkattn.tools.load.workloads import GENERATIONS, SCORINGS, Form, Workload
+from chunkattn.tools.load.sweep import LoadPlan, random_seed, served_model, sweep, tokenizer_of
+from chunkattn.tools.load.workloads import GENERATIONS, SCORINGS, WireForm, Workload
 
-_WORKLOADS = ("rag-8x100", "rerank-10x300")
 _OTHER_FILES = 64
 """Files that the client may have open beside its connections."""
-_SERVER, _REQUESTS, _GOOD, _BOUNDS = "Server", "Requests", "Objective", "Bounds"
-_TARGET = "url model geometry server_option api_key tokenizer"
+_SERVER, _REQUESTS = "Server", "Requests"
 _FORM = "generation scoring prefix_tokens question_tokens output_tokens item_tokens document_pool ignore_eos"
-_ARRIVALS, _LIMITS = "seconds requests", "max_in_flight drain_s warm_up_s max_lag_ms"
 
 
 @dataclass(frozen=True)
@@ -71,10 +69,7 @@ class Target:
         if self.geometry is not None:
             if self.model is not None:
                 raise ConfigError("give --model or --geometry, not both")
-            from chunkattn.tools.bench.geometry import GEOMETRIES
-
-            if self.geometry not in GEOMETRIES:
-                raise ConfigError(f"unknown geometry {self.geometry!r}; choose one of {', '.join(GEOMETRIES)}")
+            check_geometry(self.geometry)
         if wrong := [option for option in self.server_option if not option.startswith("--")]:
             text = "--server-option takes one option of `chunkattn serve`, such as --max-num-seqs=32"
             raise ConfigError(f"{text}; got {wrong[0]!r}")
@@ -113,66 +108,59 @@ class Target:
                 server.end()
 
 
-def _milliseconds(what: str) -> Any:
-    return typer.Option(help=f"Longest {what} of a good request, in milliseconds.", rich_help_panel=_GOOD)
+@dataclass(frozen=True)
+class Offer:
+    """Offered requests.
+
+    Attributes:
+        workload: rag-DOCUMENTSxTOKENS or rerank-ITEMSxTOKENS, the tokens being those of a document or of the query; repeatable.
+        rates: requests per second, separated by commas.
+        slo_latency_ms: longest time to the end of the answer of a good request, in milliseconds.
+        slo_ttft_ms: longest time to the first token of a good request, in milliseconds.
+        slo_tpot_ms: longest mean time per token after the first of a good request, in milliseconds.
+    """
+
+    workload: tuple[str, ...] = ("rag-8x100", "rerank-10x300")
+    rates: str = "1,2,4"
+    slo_latency_ms: float | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
 
 
 @command(group)
-@with_options((Target, _SERVER, _TARGET), (Form, _REQUESTS, _FORM), (Plan, _REQUESTS, _ARRIVALS), (Plan, _BOUNDS, _LIMITS))
-def serve(
-    workload: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="rag-DOCUMENTSxTOKENS or rerank-ITEMSxTOKENS, the tokens being those of a document or of the query; "
-            f"repeatable. Default: {', '.join(_WORKLOADS)}.",
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    rates: Annotated[str, typer.Option(help="Requests per second, separated by commas.", rich_help_panel=_REQUESTS)] = "1,2,4",
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Seed of arrivals and texts. By default random: a server has the texts of a seed it has seen cached.",
-            rich_help_panel=_REQUESTS,
-        ),
-    ] = None,
-    slo_latency_ms: Annotated[float | None, _milliseconds("time to the end of the answer")] = None,
-    slo_ttft_ms: Annotated[float | None, _milliseconds("time to the first token")] = None,
-    slo_tpot_ms: Annotated[float | None, _milliseconds("mean time per token after the first")] = None,
-    json_file: JsonFile = None,
-    **options: Any,
-) -> None:
+@with_options(
+    (Target, _SERVER),
+    (Offer, _REQUESTS, "workload rates"),
+    (WireForm, _REQUESTS, _FORM),
+    (LoadPlan, _REQUESTS, "seconds requests seed"),
+    (Offer, "Objective", "slo_latency_ms slo_ttft_ms slo_tpot_ms"),
+    (LoadPlan, "Bounds", "max_in_flight drain_s warm_up_s max_lag_ms"),
+)
+def serve(json_file: JsonFile = None, **options: Any) -> None:
     """Measure latency, first token and goodput of a server while requests arrive at a rate, whether or not it keeps up."""
-    check_files(json_file, None)
-    check_positive({name: value for name, value in options.items() if name != "document_pool"})
-    check_positive({"slo_latency_ms": slo_latency_ms, "slo_ttft_ms": slo_ttft_ms, "slo_tpot_ms": slo_tpot_ms})
-    workloads = tuple(Workload.parse(name) for name in dict.fromkeys(workload or _WORKLOADS))
-    target = Target(**{name: options[name] for name in _TARGET.split()})
-    form = Form(target.model or "", **{name: options[name] for name in _FORM.split()})
+    check_files(json_file)
+    check_positive({name: value for name, value in options.items() if name not in ("document_pool", "seed")})
+    options["seed"] = random_seed() if options["seed"] is None else options["seed"]
+    offer, target = options_for(Offer, options), options_for(Target, options)
+    workloads = tuple(map(Workload.parse, dict.fromkeys(offer.workload)))
+    form = options_for(WireForm, options, model=target.model or "")
     _check_choices(form, workloads)
     target.check()
-    plan = Plan(
+    plan = options_for(
+        LoadPlan,
+        options,
         workloads=workloads,
-        rates=_rates(rates),
-        seed=random_seed() if seed is None else seed,
-        objective=Objective(slo_latency_ms, slo_ttft_ms, slo_tpot_ms),
-        **{name: options[name] for name in f"{_ARRIVALS} {_LIMITS}".split()},
+        rates=numbers_in("--rates", offer.rates, float, "1,2,4"),
+        objective=Objective(offer.slo_latency_ms, offer.slo_ttft_ms, offer.slo_tpot_ms),
     )
     _check_open_files(plan.max_in_flight)
-    report = Report(target.facts(), plan, form)
-    try:
-        with target.running() as url:
-            _run(_measure(url, target, report))
-    except (ChunkAttnError, KeyboardInterrupt) as error:
-        report.error = " ".join(str(error).split()) or "interrupted"
-        if report.runs:
-            _show(report, json_file)
-        raise
-    _show(report, json_file)
+    report = LoadReport(target.facts(), plan, form)
+    with reporting(report, report.runs, lambda: _show(report, json_file)), target.running() as url:
+        _run(_measure(url, target, report))
 
 
 @dataclass
-class Report:
+class LoadReport:
     """Results of the command, as its JSON holds them.
 
     Attributes:
@@ -184,16 +172,15 @@ class Report:
     """
 
     facts: dict[str, str]
-    plan: Plan
-    form: Form
+    plan: LoadPlan
+    form: WireForm
     runs: list[Summary] = field(default_factory=list)
     error: str | None = None
 
 
-def _check_choices(form: Form, workloads: tuple[Workload, ...]) -> None:
+def _check_choices(form: WireForm, workloads: tuple[Workload, ...]) -> None:
     for name, value, known in (("--generation", form.generation, GENERATIONS), ("--scoring", form.scoring, SCORINGS)):
-        if value not in known:
-            raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join(known)}")
+        check_choice(name, value, known)
     largest = max((w.count for w in workloads if not w.is_rerank), default=0)
     if form.document_pool < 0 or 0 < form.document_pool < largest:
         raise ConfigError(
@@ -215,16 +202,6 @@ def _check_open_files(max_in_flight: int) -> None:
         )
 
 
-def _rates(text: str) -> tuple[float, ...]:
-    try:
-        rates = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        rates = ()
-    if not rates or not all(math.isfinite(rate) and rate > 0 for rate in rates):
-        raise ConfigError(f"--rates must be numbers above 0, separated by commas, such as 1,2,4; got {text!r}")
-    return rates
-
-
 def _run(work: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine on uvloop where it is installed: the client then takes less of a machine that it shares."""
     try:
@@ -235,7 +212,7 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
         runner.run(work)
 
 
-async def _measure(url: str, target: Target, report: Report) -> None:
+async def _measure(url: str, target: Target, report: LoadReport) -> None:
     client = Client(url, target.api_key)
     name = await served_model(client) if target.url is None or not report.form.model else report.form.model
     report.form, report.facts["model"] = replace(report.form, model=name), name
@@ -248,7 +225,7 @@ async def _measure(url: str, target: Target, report: Report) -> None:
         client.close()
 
 
-def _show(report: Report, json_file: str | None) -> None:
+def _show(report: LoadReport, json_file: str | None) -> None:
     if not write_json(asdict(report), json_file):
         return
     for workload in report.plan.workloads:

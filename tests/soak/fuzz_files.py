@@ -1,6 +1,6 @@
 """Fuzz the reading of checkpoint folders and GGUF files.
 
-    python -m benchmarks.fuzz_files --folders 300 --gguf 100 --seed 1000
+    python -m tests.soak.fuzz_files --folders 300 --gguf 100 --seed 1000
 
 The command makes random folders of every family and random GGUF files, right and wrong. Each gives transformers' logits
 (float32, within 1e-4; GGUF within 1e-3) and the token ids of its tokenizer's own file, or one `ModelError`. The command prints
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import transformers
 
-from chunkattn.cli.progress import say
+from chunkattn.terminal.progress import say
 from tests.fuzz import gguf_draws
 from tests.fuzz.draws import Draw
 from tests.fuzz.folders import FAMILIES, judge, judge_tokenizer
@@ -37,8 +37,8 @@ def main() -> int:
     counts: Counter[str] = Counter()
     began = time.monotonic()
 
-    def count(found: str) -> None:
-        counts["equal" if found == "equal" else "refused"] += 1
+    def count(verdict: str) -> None:
+        counts["equal" if verdict == "equal" else "refused"] += 1
 
     for family in FAMILIES:
         say(f"{family}: {args.folders} folders from seed {args.seed}, after {time.monotonic() - began:.1f} s")

@@ -1,4 +1,4 @@
-"""The typer app, options shared by several commands, and error handling."""
+"""The typer app, options shared by several commands, their tables, and error handling."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import Callable, Collection, Iterable
 from functools import partial, wraps
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,10 +15,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from chunkattn.cli.help_text import Command, Group
-from chunkattn.cli.options import documented
 from chunkattn.errors import ChunkAttnError, ConfigError, NonFiniteError, RequestError
 from chunkattn.parsers import DocumentPrompt
+from chunkattn.terminal.flags import documented
+from chunkattn.terminal.help_text import Command, Group
 
 if TYPE_CHECKING:
     from chunkattn.llm import LLM
@@ -91,54 +90,6 @@ def log_to_stderr(verbose: bool) -> None:
     logging.getLogger("chunkattn.engine.programs").setLevel(logging.INFO)
 
 
-def check_file(path: Path) -> None:
-    """Check that a file can be written, before the work whose result it will hold. The file stays as it is.
-
-    Args:
-        path: file to write. Pipes and devices pass.
-
-    Raises:
-        ConfigError: the folder is missing, or the file cannot be written.
-    """
-    if not path.parent.is_dir():
-        raise ConfigError(f"{path.parent} is not a folder")
-    existed = path.exists()
-    if existed and not (path.is_file() or path.is_dir()):
-        return
-    try:
-        with path.open("ab"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror or error}") from None
-
-
-def is_file(path: Path) -> bool:
-    """Return whether a path is a file. A text that no file can have as its name is none."""
-    try:
-        return path.is_file()
-    except (OSError, ValueError):
-        return False
-
-
-def check_overwrites(output: Path, inputs: Iterable[tuple[str, Path | None]], *, flag: str = "--output") -> None:
-    """Check that a file to write is none of the files to read. Pipes and devices pass.
-
-    Args:
-        output: file to write.
-        inputs: flags and files to read; None passes.
-        flag: flag of the file to write.
-
-    Raises:
-        ConfigError: the file is an input. The message names both flags.
-    """
-    if output.is_file():
-        for source, file in inputs:
-            if file is not None and is_file(file) and output.samefile(file):
-                raise ConfigError(f"{flag} {output} is the file of {source}")
-
-
 def template_options(text: str | None) -> dict[str, Any] | None:
     """Return the variables of the chat template of an option's JSON; None without the option.
 
@@ -159,21 +110,6 @@ def template_options(text: str | None) -> dict[str, Any] | None:
     if not isinstance(value, dict):
         raise ConfigError(f"--chat-template-kwargs must be a JSON object, got {type(value).__name__}")
     return value
-
-
-def read_document(file: Path) -> str:
-    """Return the text of a document's file, which ends before the last line break.
-
-    Args:
-        file: file in UTF-8.
-
-    Raises:
-        RequestError: the file cannot be read.
-    """
-    try:
-        return file.read_text(encoding="utf-8").removesuffix("\n")
-    except (OSError, UnicodeError) as error:
-        raise RequestError(f"{file} cannot be read: {error}") from error
 
 
 def prompt_of(text: str | None, prefix: str | None, documents: list[str] | None, question: str | None) -> str | DocumentPrompt:
@@ -227,19 +163,3 @@ def print_lines(lines: Iterable[str]) -> None:
     """Print lines without markup, and leave line breaks to the terminal."""
     for line in lines:
         console.print(line, soft_wrap=True, markup=False)
-
-
-def write_json(report: Any, json_file: str | None) -> bool:
-    """Write a report as JSON, and return whether it is to be shown as text too.
-
-    Args:
-        report: value that JSON can hold.
-        json_file: file to write; '-' prints the JSON alone, None writes none.
-    """
-    if json_file:
-        text = json.dumps(report, indent=2)
-        if json_file == "-":
-            print(text)
-        else:
-            Path(json_file).write_text(text + "\n", encoding="utf-8")
-    return json_file != "-"

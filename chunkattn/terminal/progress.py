@@ -6,38 +6,9 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-if TYPE_CHECKING:
-    from chunkattn.tools.eval.search import Trial
-
-
-class TrialLog:
-    """Lines about the trials of a search on stderr, with an estimate of its time after two gaps.
-
-    Args:
-        gaps: number of gaps of the coarse grid.
-    """
-
-    def __init__(self, gaps: int) -> None:
-        self._left, self._began, self._seen = gaps, time.monotonic(), set[int]()
-        self._best = float("-inf")
-
-    def tried(self, trial: Trial) -> None:
-        """Print a trial."""
-        gap, temperature, scale = asdict(trial.calibration).values()
-        self._seen.add(gap)
-        if len(self._seen) == 2 and self._left > 2:
-            # Each gap takes about as long. The refinement takes as long as three gaps, the report as one.
-            taken = time.monotonic() - self._began
-            say(f"two gaps took {taken:.0f} s; about {taken / 2 * (self._left + 2) / 60:.0f} minutes are left")
-            self._left = 0
-        better, self._best = trial.value > self._best, max(trial.value, self._best)
-        say(f"gap {gap:4}  T {temperature:4.2f}  S {scale:4.2f}  {trial.value:8.4f}{'  best so far' if better else ''}")
 
 
 class Steps(ExitStack):

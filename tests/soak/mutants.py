@@ -1,6 +1,6 @@
 """Change the source in one place at a time and count the changes that a test command detects.
 
-    python -m benchmarks.mutants [--count 20] [--seed 0] [--seconds 300] [--under chunkattn/cache] -- tests/engine/test_cache.py
+    python -m tests.soak.mutants [--count 20] [--seed 0] [--seconds 300] [--under chunkattn/cache] -- tests/engine/test_cache.py
 
 The command draws places at random, applies each change to a temporary copy of the tree, and runs pytest there with the
 given arguments. A mutant is killed if pytest fails or exceeds the time limit. A survivor shows a line that no test checks,
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 FOLDERS = [f"chunkattn/{name}" for name in ("engine", "cache", "backends", "calls", "parsers", "server")]
 LEFT_OUT = {".git", ".venv", ".cache", "__pycache__", ".hypothesis", ".pytest_cache", ".mypy_cache", ".ruff_cache"}
 COMPARISONS = {
@@ -88,8 +88,8 @@ def mutants_of(path: Path, rng: random.Random) -> Iterator[Mutant]:
     for line in lines:
         starts.append(starts[-1] + len(line))
     for node in code_nodes(ast.parse(source)):
-        if found := changed(node, rng.choice((-1, 1))):
-            kind, new = found
+        if change := changed(node, rng.choice((-1, 1))):
+            kind, new = change
             start, end = (
                 starts[line - 1] + column
                 for line, column in ((node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset))
@@ -140,18 +140,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, ignore=lambda _, names: LEFT_OUT.intersection(names))
-        if (found := run_tests(tree, args.pytest, args.seconds)) != "passed":
-            raise SystemExit(f"the unchanged tree: {found}; mutants would show nothing")
+        if (verdict := run_tests(tree, args.pytest, args.seconds)) != "passed":
+            raise SystemExit(f"the unchanged tree: {verdict}; mutants would show nothing")
         killed = 0
         mutants = draw(args.under or FOLDERS, args.count, args.seed)
         for mutant in mutants:
             file = tree / mutant.path
             source = file.read_bytes()
             file.write_bytes(source[: mutant.start] + mutant.text.encode() + source[mutant.end :])
-            found = run_tests(tree, args.pytest, args.seconds)
+            verdict = run_tests(tree, args.pytest, args.seconds)
             file.write_bytes(source)
-            killed += found != "passed"
-            print(f"{'SURVIVED' if found == 'passed' else 'killed'} ({found}) {mutant.describe()}", flush=True)
+            killed += verdict != "passed"
+            print(f"{'SURVIVED' if verdict == 'passed' else 'killed'} ({verdict}) {mutant.describe()}", flush=True)
     print(f"{killed} of {len(mutants)} killed")
 
 

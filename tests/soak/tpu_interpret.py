@@ -1,6 +1,6 @@
 """Check the TPU kernels in Pallas' TPU interpreter against `reference`, over hundreds of random ragged batches.
 
-    python -m benchmarks.tpu_interpret [--quick] [--json FILE|-]
+    python -m tests.soak.tpu_interpret [--quick] [--json FILE|-]
 
 Every batch is a step of several sequences (`chunkattn.testing.random_steps`): mixed prefill, decode and scoring rows,
 chunks split over steps, empty and one-token chunks, holes and padding. The pool is full of NaN. Some batches run with the
@@ -30,7 +30,7 @@ from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.backend import PallasMetadata, PallasTpuBackend
 from chunkattn.backends.pallas_tpu.blocks import TABLE, Blocks
 from chunkattn.backends.pallas_tpu.write import DEPTH
-from chunkattn.cli.progress import timed
+from chunkattn.terminal.progress import timed
 from chunkattn.testing import TOLERANCE, check_backend
 from chunkattn.tools.bench.measure import round_name
 
@@ -177,10 +177,10 @@ def main() -> None:
         if args.json != "-":
             r = results[-1]
             asked = ", ".join(f"{k} {v}" for k, v in setting.options.items()) or "defaults"
-            found = r["error"] or f"largest difference {r['difference']:.1e} of {TOLERANCE[r['dtype']]:.0e}"
+            text = r["error"] or f"largest difference {r['difference']:.1e} of {TOLERANCE[r['dtype']]:.0e}"
             races = "" if r["races"] is None else ", RACES" if r["races"] else ", no races"
             print(
-                f"{r['batches']:4} batches, {r['tiles']:5} tiles, {r['chip']}: {asked}: {found}{races}; "
+                f"{r['batches']:4} batches, {r['tiles']:5} tiles, {r['chip']}: {asked}: {text}{races}; "
                 f"walks to {r['walk']}, {r['whole']} tiles whole, {r['pieces']} pieces ({r['seconds']} s)",
                 flush=True,
             )

@@ -11,40 +11,52 @@ import typer
 from rich.table import Table
 
 import chunkattn
-from chunkattn.cli.bench import JsonFile, check_files
-from chunkattn.cli.common import Tokenizer, app, command, console, figures, print_lines, write_json
-from chunkattn.cli.options import check_positive, with_options
-from chunkattn.cli.progress import say
 from chunkattn.errors import ChunkAttnError, ConfigError
+from chunkattn.terminal.commands import Tokenizer, app, command, console, figures, print_lines
+from chunkattn.terminal.files import JsonFile, check_files, write_json
+from chunkattn.terminal.flags import check_choice, check_positive, numbers_in, with_options
+from chunkattn.terminal.progress import say
 from chunkattn.tools.flips.conditions import measure
-from chunkattn.tools.flips.questions import Plan
+from chunkattn.tools.flips.questions import FlipPlan
 from chunkattn.tools.flips.replies import Tally, verdict
 from chunkattn.tools.load.client import Client
+from chunkattn.tools.load.reports import reporting
 from chunkattn.tools.load.sweep import is_ours, label_ids, random_seed, served_model, tokenizer_of
 from chunkattn.tools.load.workloads import GENERATIONS, LABELLED, SCORINGS, WORDS, Texts
 
 _NONE = "none"
 _DIFFERENT = 1
 """Exit code when any answer differs."""
-_SERVER, _QUESTIONS, _CONDITIONS = "Server", "Questions", "Conditions"
 _SIZES = (
     "scoring generation queries items prompts documents query_tokens item_tokens prefix_tokens document_tokens question_tokens "
     "output_tokens ignore_eos seed"
 )
 
 
+@dataclass(frozen=True)
+class Asked:
+    """Options beside those of the plan.
+
+    Attributes:
+        api_key: API key of the server.
+        company: numbers of other items that an item is scored with, separated by commas.
+    """
+
+    api_key: str | None = None
+    company: str = "1,7,50"
+
+
 @command(app)
-@with_options((Plan, _SERVER, "model timeout_s"), (Plan, _QUESTIONS, _SIZES), (Plan, _CONDITIONS, "rounds load"))
+@with_options(
+    (Asked, "Server", "api_key"),
+    (FlipPlan, "Server", "model timeout_s"),
+    (FlipPlan, "Questions", _SIZES),
+    (Asked, "Conditions", "company"),
+    (FlipPlan, "Conditions", "rounds load"),
+)
 def flips(
     url: Annotated[str, typer.Argument(help="Base URL of the server, with or without /v1.", show_default=False)],
-    api_key: Annotated[str | None, typer.Option(help="API key of the server.", rich_help_panel=_SERVER)] = None,
     tokenizer: Tokenizer = None,
-    company: Annotated[
-        str,
-        typer.Option(
-            help="Numbers of other items that an item is scored with, separated by commas.", rich_help_panel=_CONDITIONS
-        ),
-    ] = "1,7,50",
     json_file: JsonFile = None,
     **options: Any,
 ) -> None:
@@ -57,26 +69,21 @@ def flips(
 
     The exit code is 0 if no answer differs, 1 if any differs, and 2 after an error.
     """
-    check_files(json_file, None)
+    check_files(json_file)
     check_positive({name: value for name, value in options.items() if name != "seed"})
     options |= _chosen(**options) | ({"seed": random_seed()} if options["seed"] is None else {})
-    plan = Plan(company=_company(company), **options)
-    client = Client(url, api_key, name="URL")
-    report = Report({"server": url, "client": f"chunkattn {chunkattn.__version__}"}, plan)
-    try:
+    others = dict.fromkeys(numbers_in("--company", options.pop("company"), int, "1,7,50"))
+    client = Client(url, options.pop("api_key"), name="URL")
+    plan = FlipPlan(company=tuple(others), **options)
+    report = FlipReport({"server": url, "client": f"chunkattn {chunkattn.__version__}"}, plan)
+    with reporting(report, report.results, lambda: _show(report, json_file)):
         asyncio.run(_measure(client, tokenizer, report))
-    except (ChunkAttnError, KeyboardInterrupt) as error:
-        report.error = " ".join(str(error).split()) or "interrupted"
-        if report.results:
-            _show(report, json_file)
-        raise
-    _show(report, json_file)
     if any(tally.differ for tally in report.results):
         raise typer.Exit(_DIFFERENT)
 
 
 @dataclass
-class Report:
+class FlipReport:
     """Results of the command, as its JSON holds them.
 
     Attributes:
@@ -89,34 +96,23 @@ class Report:
     """
 
     facts: dict[str, str]
-    plan: Plan
+    plan: FlipPlan
     results: list[Tally] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     verdict: str = ""
     error: str | None = None
 
 
-def _company(text: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        counts = ()
-    if not counts or min(counts) < 1:
-        raise ConfigError(f"--company must be numbers of at least 1, separated by commas, such as 1,7,50; got {text!r}")
-    return counts
-
-
 def _chosen(scoring: str, generation: str, **_: Any) -> dict[str, str | None]:
     """Return the forms of the requests, None for those that are not asked."""
     for name, value, known in (("--scoring", scoring, SCORINGS), ("--generation", generation, GENERATIONS)):
-        if value not in (*known, _NONE):
-            raise ConfigError(f"unknown {name} {value!r}; choose one of {', '.join((*known, _NONE))}")
+        check_choice(name, value, (*known, _NONE))
     if scoring == generation == _NONE:
         raise ConfigError("--scoring none and --generation none leave nothing to ask")
     return {name: None if value == _NONE else value for name, value in (("scoring", scoring), ("generation", generation))}
 
 
-async def _measure(client: Client, tokenizer: str | None, report: Report) -> None:
+async def _measure(client: Client, tokenizer: str | None, report: FlipReport) -> None:
     try:
         name = report.plan.model or await served_model(client)
         report.facts["model"], report.plan = name, replace(report.plan, model=name, salted=await is_ours(client))
@@ -139,12 +135,12 @@ async def _texts(tokens: Callable[[str], Awaitable[list[int]]], notes: list[str]
 
     try:
         return await Texts.measured(count)
-    except ConfigError as error:
+    except ChunkAttnError as error:
         notes.append(f"sizes count words instead of tokens: {error}")
         return Texts(dict.fromkeys(WORDS.split(), 1))
 
 
-def _show(report: Report, json_file: str | None) -> None:
+def _show(report: FlipReport, json_file: str | None) -> None:
     report.verdict = verdict(report.results) if report.error is None else ""
     if not write_json(asdict(report), json_file):
         return

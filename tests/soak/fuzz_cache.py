@@ -1,6 +1,6 @@
 """Fuzz the cache for a chosen time.
 
-    python -m benchmarks.fuzz_cache --seed 0 --seconds 3600
+    python -m tests.soak.fuzz_cache --seed 0 --seconds 3600
 
 The command runs episodes of `tests.fuzz`, one per seed from `--seed` on. It prints the first difference from an independent
 answer with its seed and its operation, and exits with 1. If one or two prompts reproduce the difference on a new engine, it

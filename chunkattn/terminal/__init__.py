@@ -1,0 +1,1 @@
+"""Parts of all commands: the app, options, files, and progress on stderr."""
