@@ -118,7 +118,9 @@ class Engine:
         """Require that no request is left, and that scheduler and worker hold the same segments."""
         self.plain([1, 2, 3])  # a step that carries evictions out
         side = self.scheduler
-        assert not any(map(len, (side._transfers, side._refused, side._unsaved, side._loads, side._failed_loads, +side._producers)))
+        assert not any(
+            map(len, (side._transfers, side._refused, side._unsaved, side._loads, side._failed_loads, +side._producers))
+        )
         assert not self.core.scheduler.requests
         pool = self.core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "a request that ended holds blocks"  # one is never used
