@@ -300,7 +300,7 @@ KINDS = {
     "cpu float32": {},
     "cpu bfloat16": {"dtype": "bfloat16"},
     "xla float32": {"attention_backend": "xla"},
-    "small": {"max_num_batched_tokens": 48, "kv_cache_memory_bytes": 2 << 20},
+    "tiny": {"max_num_batched_tokens": 48, "kv_cache_memory_bytes": 2 << 20},
     "fp8": {"kv_cache_dtype": "fp8"},
     "weighed": {"chunk_temperature": 0.7, "chunk_scale": 1.3},
     "tiled": {"attention_backend": "tiled", "batch_invariant": True, "max_num_batched_tokens": 192},
