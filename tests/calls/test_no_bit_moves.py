@@ -240,7 +240,8 @@ def preempted(llm, row):
             scheduler.preempt(scheduler.running[-1])
         return plan(*args)
 
-    with patch.object(scheduler, "plan", disturbed), patch.object(scheduler, "max_num_batched_tokens", 64):
+    fewer = min(64, scheduler.max_num_batched_tokens)
+    with patch.object(scheduler, "plan", disturbed), patch.object(scheduler, "max_num_batched_tokens", fewer):
         yield from together(llm, row)
     assert scheduler.preemptions > before
 
