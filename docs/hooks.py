@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -27,6 +28,7 @@ REPOSITORY_PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "chang
 """Files of the repository that are pages of the site, and their place there."""
 
 
+@cache
 def commands() -> dict[str, Any]:
     """Return every command of `chunkattn` by its name, such as `cache build`."""
     from chunkattn.cli import app
@@ -68,6 +70,7 @@ def routes() -> list[tuple[str, str, str]]:
     return found
 
 
+@cache
 def bodies() -> dict[str, Any]:
     """Return every request body by its name."""
     from chunkattn.schema import decisions, documents, generation, scoring, systemone
@@ -305,6 +308,7 @@ _CALLS = {
 """Method of `LLM` that a body is for: its docstring describes the fields that the body does not."""
 
 
+@cache
 def _body_fields(name: str) -> dict[str, tuple[str, str, str]]:
     """Return kind, default and meaning of every field of a body that has an effect.
 
