@@ -529,3 +529,37 @@ def test_changes_at_once_keep_each_other(llm):
             assert record.expires is not None
 
     asyncio.run(main())
+
+
+def test_documents_of_token_ids_are_pinned_listed_and_deleted(llm):
+    async def main():
+        async with Cluster(llm) as cluster:
+            (made,) = await cluster.post([5, 6, 7], prefix=[3], pin=True)
+            (place,) = (name for name in "abc" if cluster.replicas.stored(name))
+            assert set(cluster.replicas.stored(place)) == {made["id"]}
+            (record,) = cluster.records
+            assert cluster.keeper._misplaced() == []
+            assert (await cluster.call("PATCH", f"{URL}/{made['id']}", body={"pinned": False})).status == 200
+            keeper = cluster.replicas.apps[place].state.server.keeper
+            assert not keeper.has_pin(cluster.replicas.stored(place)[record.id])
+            assert (await cluster.call("DELETE", f"{URL}/{made['id']}")).status == 200
+            assert not any(cluster.replicas.stored(name) for name in "abc")
+
+    asyncio.run(main())
+
+
+def test_a_client_that_leaves_leaves_nothing_at_the_replicas(llm):
+    async def main():
+        async with Cluster(llm) as cluster:
+            engine = llm.client._worker
+            engine.held = True
+            asked = asyncio.create_task(cluster.post(*named(*TEXTS), pin=True))
+            await until(lambda: engine.told.count("compute") == 6)
+            asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
+            engine.answer()
+            await until(lambda: engine.told.count("unpin") == 6)
+            await until(lambda: not any(cluster.replicas.stored(name) for name in "abc"))
+            assert len(cluster.records) == 0
+
+    asyncio.run(main())
