@@ -108,9 +108,9 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
     yield "tokenizing", "/tokenize", {"prompt": text, "return_token_strs": True}
     yield "detokenizing", "/detokenize", {"tokens": [100] * (BODY // 5)}
     yield "messages", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 150_000}
-    listed: Any = {"chunks": {**question, "documents": [{"id": "d0"}] * 760_000}}
+    listed: Any = {"chunks": {**question, "documents": [{"id": "0"}] * 760_000}}
     yield "one id 760,000 times, gzip", PATH, gzip.compress(json.dumps(listed, separators=(",", ":")).encode())
-    listed["chunks"]["documents"] = [{"id": "d0"}] * 100_000
+    listed["chunks"]["documents"] = [{"id": "0"}] * 100_000
     yield "one id 100,000 times, gzip", PATH, gzip.compress(json.dumps(listed, separators=(",", ":")).encode())
     yield "a gzip body of values", PATH, gzip.compress(b'{"prompt": [' + b"1," * (BODY // 2) + b"1]}")
     yield "a gzip body of lists", PATH, gzip.compress(b'{"prompt": [' + b"[]," * (BODY // 3) + b"1]}")
@@ -230,7 +230,7 @@ class Watch:
                 (await self._client.post(PATH, json=body, headers=new)).raise_for_status()
                 self.asked.append(time.perf_counter() - began)
                 began = time.perf_counter()
-                (await self._client.get(f"{STORED}/d0", headers=new)).raise_for_status()
+                (await self._client.get(f"{STORED}/0", headers=new)).raise_for_status()
                 self.fetched.append(time.perf_counter() - began)
             await asyncio.sleep(BYSTANDER_S)
 
@@ -307,8 +307,8 @@ def idle(url: httpx.URL, seconds: float) -> str:
 
 
 def store(url: str, key: str, count: int) -> None:
-    """Store documents d0, d1, ... under a key."""
-    documents = [{"id": f"d{n}", "text": f"{n} {WORDS * 10}"} for n in range(count)]
+    """Store documents 0, 1, ... under a key."""
+    documents = [{"id": f"{n}", "text": f"{n} {WORDS * 10}"} for n in range(count)]
     headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(url + STORED, json={"documents": documents}, headers=headers, timeout=300)
     if answer.status_code != 200:
