@@ -225,14 +225,18 @@ class Watch:
     async def _stand_by(self) -> None:
         body, new = {"prompt": "Where does Zenuso live?", **greedy(1)}, {"Connection": "close"}
         while True:
-            began = time.perf_counter()
-            with contextlib.suppress(httpx.HTTPError):
-                (await self._client.post(PATH, json=body, headers=new)).raise_for_status()
-                self.asked.append(time.perf_counter() - began)
-                began = time.perf_counter()
-                (await self._client.get(f"{STORED}/0", headers=new)).raise_for_status()
-                self.fetched.append(time.perf_counter() - began)
+            self.asked.append(await self._timed("POST", PATH, json=body, headers=new))
+            self.fetched.append(await self._timed("GET", f"{STORED}/0", headers=new))
             await asyncio.sleep(BYSTANDER_S)
+
+    async def _timed(self, method: str, path: str, **options: Any) -> float:
+        """Return the seconds of a request; infinity for one that fails."""
+        began = time.perf_counter()
+        try:
+            (await self._client.request(method, path, **options)).raise_for_status()
+        except httpx.HTTPError:
+            return float("inf")
+        return time.perf_counter() - began
 
     async def _weigh(self) -> None:
         while True:
