@@ -382,14 +382,14 @@ def flood(url: httpx.URL, path: str, body: bytes, clients: int, hangs_up: bool, 
         thread.join(max(0.0, until + ATTACK_S - time.monotonic()))
 
 
-async def flooded(url: str, path: str, body: bytes, clients: int, hangs_up: bool, seconds: float) -> str:
+def flooded(url: str, path: str, body: bytes, clients: int, hangs_up: bool, seconds: float) -> str:
     """Run `flood` in a process and return the counts of the ends of its requests."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         counts = manager.dict()
         attackers = context.Process(target=flood, args=(httpx.URL(url), path, body, clients, hangs_up, seconds, counts))
         attackers.start()
-        await asyncio.to_thread(attackers.join, seconds + 2 * ATTACK_S)
+        attackers.join(seconds + 2 * ATTACK_S)
         attackers.kill()
         return " ".join(f"{count}x{end}" for end, count in sorted(counts.items()))
 
@@ -412,7 +412,7 @@ async def measure(url: str, pid: int, args: argparse.Namespace, show: Callable[[
             if name == IDLING:
                 status = await asyncio.to_thread(idle, httpx.URL(url), min(args.seconds, ATTACK_S))
             elif path and args.clients:
-                status = await flooded(url, path, data, args.clients, hangs_up, args.seconds)
+                status = await asyncio.to_thread(flooded, url, path, data, args.clients, hangs_up, args.seconds)
             elif path:
                 status = await asyncio.to_thread(send, httpx.URL(url), path, data)
             seconds = time.perf_counter() - began
