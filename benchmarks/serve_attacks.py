@@ -211,6 +211,10 @@ class Watch:
 
     def __init__(self, client: httpx.AsyncClient, streams: int, pid: int) -> None:
         self._client, self._pid = client, pid
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a new connection for each request
+        self._stranger = httpx.AsyncClient(
+            base_url=client.base_url, timeout=client.timeout, limits=limits, headers=client.headers
+        )
         self._tasks = [asyncio.create_task(self._stream(n)) for n in range(streams)]
         self._tasks += [asyncio.create_task(watch) for watch in (self._poll(), self._stand_by(), self._weigh())]
         self._asked: set[asyncio.Task[None]] = set()
@@ -223,17 +227,17 @@ class Watch:
         self.memory = resident(self._pid)
 
     async def _stand_by(self) -> None:
-        body, new = {"prompt": "Where does Zenuso live?", **greedy(1)}, {"Connection": "close"}
+        body = {"prompt": "Where does Zenuso live?", **greedy(1)}
         while True:
-            self.asked.append(await self._timed("POST", PATH, json=body, headers=new))
-            self.fetched.append(await self._timed("GET", f"{STORED}/0", headers=new))
+            self.asked.append(await self._timed("POST", PATH, json=body))
+            self.fetched.append(await self._timed("GET", f"{STORED}/0"))
             await asyncio.sleep(BYSTANDER_S)
 
     async def _timed(self, method: str, path: str, **options: Any) -> float:
         """Return the seconds of a request; infinity for one that fails."""
         began = time.perf_counter()
         try:
-            (await self._client.request(method, path, **options)).raise_for_status()
+            (await self._stranger.request(method, path, **options)).raise_for_status()
         except httpx.HTTPError:
             return float("inf")
         return time.perf_counter() - began
@@ -276,6 +280,7 @@ class Watch:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._asked, return_exceptions=True)
+        await self._stranger.aclose()
 
 
 def send(url: httpx.URL, path: str, body: bytes) -> str:
