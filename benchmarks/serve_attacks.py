@@ -108,9 +108,9 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
     yield "tokenizing", "/tokenize", {"prompt": text, "return_token_strs": True}
     yield "detokenizing", "/detokenize", {"tokens": [100] * (BODY // 5)}
     yield "messages", "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 150_000}
-    listed: Any = {"chunks": {**question, "documents": [{"id": "d0"}] * 760_000}}
+    listed: Any = {"chunks": {**question, "documents": [{"id": "0"}] * 760_000}}
     yield "one id 760,000 times, gzip", PATH, gzip.compress(json.dumps(listed, separators=(",", ":")).encode())
-    listed["chunks"]["documents"] = [{"id": "d0"}] * 100_000
+    listed["chunks"]["documents"] = [{"id": "0"}] * 100_000
     yield "one id 100,000 times, gzip", PATH, gzip.compress(json.dumps(listed, separators=(",", ":")).encode())
     yield "a gzip body of values", PATH, gzip.compress(b'{"prompt": [' + b"1," * (BODY // 2) + b"1]}")
     yield "a gzip body of lists", PATH, gzip.compress(b'{"prompt": [' + b"[]," * (BODY // 3) + b"1]}")
@@ -211,6 +211,10 @@ class Watch:
 
     def __init__(self, client: httpx.AsyncClient, streams: int, pid: int) -> None:
         self._client, self._pid = client, pid
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)  # a new connection for each request
+        self._stranger = httpx.AsyncClient(
+            base_url=client.base_url, timeout=client.timeout, limits=limits, headers=client.headers
+        )
         self._tasks = [asyncio.create_task(self._stream(n)) for n in range(streams)]
         self._tasks += [asyncio.create_task(watch) for watch in (self._poll(), self._stand_by(), self._weigh())]
         self._asked: set[asyncio.Task[None]] = set()
@@ -223,16 +227,20 @@ class Watch:
         self.memory = resident(self._pid)
 
     async def _stand_by(self) -> None:
-        body, new = {"prompt": "Where does Zenuso live?", **greedy(1)}, {"Connection": "close"}
+        body = {"prompt": "Where does Zenuso live?", **greedy(1)}
         while True:
-            began = time.perf_counter()
-            with contextlib.suppress(httpx.HTTPError):
-                (await self._client.post(PATH, json=body, headers=new)).raise_for_status()
-                self.asked.append(time.perf_counter() - began)
-                began = time.perf_counter()
-                (await self._client.get(f"{STORED}/d0", headers=new)).raise_for_status()
-                self.fetched.append(time.perf_counter() - began)
+            self.asked.append(await self._timed("POST", PATH, json=body))
+            self.fetched.append(await self._timed("GET", f"{STORED}/0"))
             await asyncio.sleep(BYSTANDER_S)
+
+    async def _timed(self, method: str, path: str, **options: Any) -> float:
+        """Return the seconds of a request; infinity for one that fails."""
+        began = time.perf_counter()
+        try:
+            (await self._stranger.request(method, path, **options)).raise_for_status()
+        except httpx.HTTPError:
+            return float("inf")
+        return time.perf_counter() - began
 
     async def _weigh(self) -> None:
         while True:
@@ -272,6 +280,7 @@ class Watch:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, *self._asked, return_exceptions=True)
+        await self._stranger.aclose()
 
 
 def send(url: httpx.URL, path: str, body: bytes) -> str:
@@ -307,8 +316,8 @@ def idle(url: httpx.URL, seconds: float) -> str:
 
 
 def store(url: str, key: str, count: int) -> None:
-    """Store documents d0, d1, ... under a key."""
-    documents = [{"id": f"d{n}", "text": f"{n} {WORDS * 10}"} for n in range(count)]
+    """Store documents 0, 1, ... under a key."""
+    documents = [{"id": f"{n}", "text": f"{n} {WORDS * 10}"} for n in range(count)]
     headers = {"Authorization": f"Bearer {key}"}
     answer = httpx.post(url + STORED, json={"documents": documents}, headers=headers, timeout=300)
     if answer.status_code != 200:
@@ -378,14 +387,14 @@ def flood(url: httpx.URL, path: str, body: bytes, clients: int, hangs_up: bool, 
         thread.join(max(0.0, until + ATTACK_S - time.monotonic()))
 
 
-async def flooded(url: str, path: str, body: bytes, clients: int, hangs_up: bool, seconds: float) -> str:
+def flooded(url: str, path: str, body: bytes, clients: int, hangs_up: bool, seconds: float) -> str:
     """Run `flood` in a process and return the counts of the ends of its requests."""
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager:
         counts = manager.dict()
         attackers = context.Process(target=flood, args=(httpx.URL(url), path, body, clients, hangs_up, seconds, counts))
         attackers.start()
-        await asyncio.to_thread(attackers.join, seconds + 2 * ATTACK_S)
+        attackers.join(seconds + 2 * ATTACK_S)
         attackers.kill()
         return " ".join(f"{count}x{end}" for end, count in sorted(counts.items()))
 
@@ -408,7 +417,7 @@ async def measure(url: str, pid: int, args: argparse.Namespace, show: Callable[[
             if name == IDLING:
                 status = await asyncio.to_thread(idle, httpx.URL(url), min(args.seconds, ATTACK_S))
             elif path and args.clients:
-                status = await flooded(url, path, data, args.clients, hangs_up, args.seconds)
+                status = await asyncio.to_thread(flooded, url, path, data, args.clients, hangs_up, args.seconds)
             elif path:
                 status = await asyncio.to_thread(send, httpx.URL(url), path, data)
             seconds = time.perf_counter() - began
