@@ -60,11 +60,16 @@ def metrics(of: str = "server") -> list[Any]:
 
 def routes() -> list[tuple[str, str, str]]:
     """Return method, path and purpose of every route of the server."""
-    from chunkattn.server.routes import decisions, documents, generation, page, reports, scoring, status, systemone, tokens
+    from fastapi.routing import APIRoute
+
+    from chunkattn.documents.routes import documents_router
+    from chunkattn.server.routes import decisions, generation, page, reports, scoring, status, systemone, tokens
 
     found = [("GET", "/openapi.json", "This API as an OpenAPI document.")]
-    for module in (generation, scoring, decisions, systemone, documents, reports, tokens, status, page):
-        for route in module.router.routes:
+    routers = [module.router for module in (generation, scoring, decisions, systemone)]
+    routers += [documents_router(APIRoute), *(module.router for module in (reports, tokens, status, page))]
+    for router in routers:
+        for route in router.routes:
             path = re.sub(r":\w+}", "}", route.path)  # {name:path}
             found += [(method, path, _first_line(route.description)) for method in sorted(route.methods)]
     return found
