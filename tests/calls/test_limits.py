@@ -31,7 +31,7 @@ from chunkattn.schema.documents import CacheBody
 from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.server.answers import Completion
-from chunkattn.server.routes import documents, generation, scoring
+from chunkattn.server.routes import generation, scoring
 from chunkattn.server.state import ServerState
 from chunkattn.web.errors import ApiError
 from chunkattn.web.options import ServerConfig
@@ -364,13 +364,17 @@ def state(made=None, **options):
     return ServerState(llm, ServerConfig(**options))
 
 
+async def add_documents(body, state):
+    state.check_stored(body)
+
+
 ROUTES = [
     (generation.completions, CompletionBody, {"prompt": "x"}),
     (generation.chat_completions, ChatBody, {"messages": [{"role": "user", "content": "x"}]}),
     (scoring.score, ScoreBody, {"query": "x", "items": ["y"], "labels": ["a"]}),
     (scoring.generative_scoring, GenerativeScoringBody, {"query": "x", "items": ["y"], "label_token_ids": [1]}),
     (scoring.rerank, RerankBody, {"query": "x", "documents": ["y"]}),
-    (documents.add, CacheBody, {"documents": ["y"]}),
+    (add_documents, CacheBody, {"documents": ["y"]}),
 ]
 
 

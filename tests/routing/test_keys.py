@@ -5,11 +5,13 @@ import json
 import random
 
 import pytest
+from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from chunkattn.documents.routes import documents_router
 from chunkattn.gateway.app import _KNOWN
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
@@ -20,7 +22,7 @@ from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.schema.parts import ROUTES
 from chunkattn.schema.piece_keys import MAX_PIECES, Keys, keys_of
 from chunkattn.schema.scoring import RerankBody, ScoreBody
-from chunkattn.server.routes import decisions, documents, generation, scoring, systemone, tokens
+from chunkattn.server.routes import decisions, generation, scoring, systemone, tokens
 from chunkattn.web.paths import RERANK_PATHS
 
 SEP = " # # "
@@ -370,8 +372,9 @@ def test_an_effort_is_a_variable_of_the_template():
 def test_the_routes_of_the_server_are_known():
     """All paths of one route are read as one, and have a label at the gateway."""
     paths = {}
-    for module in (decisions, documents, generation, scoring, systemone, tokens):
-        for route in module.router.routes:
+    routers = [module.router for module in (decisions, generation, scoring, systemone, tokens)]
+    for router in [*routers, documents_router(APIRoute)]:
+        for route in router.routes:
             if "POST" in route.methods:
                 paths.setdefault(route.endpoint, []).append(route.path)
     read = [group for group in paths.values() if {*group} & {*ROUTES}]

@@ -4,17 +4,20 @@ from urllib.parse import quote
 
 import httpx
 import pytest
+from fastapi.routing import APIRoute
 from fastapi.testclient import TestClient
 from typer.testing import CliRunner
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.cli import app as commands
+from chunkattn.documents.routes import documents_router
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.server.routes import documents, generation, page, scoring, status, tokens
+from chunkattn.server.routes import generation, page, scoring, status, tokens
 from chunkattn.web.options import ServerConfig
 
-ROUTES = [r for m in (documents, generation, page, scoring, status, tokens) for r in m.router.routes]
+ROUTES = [r for m in (generation, page, scoring, status, tokens) for r in m.router.routes]
+ROUTES += documents_router(APIRoute).routes
 READS = sorted({r.path for r in ROUTES if "GET" in r.methods} | {"/openapi.json"})
 ORIGIN = "https://app.example"
 
