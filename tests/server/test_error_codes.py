@@ -198,7 +198,7 @@ def calls():
 
 def sources():
     """The text of every file that may answer with an error, without the table."""
-    folders = (SERVER, SERVER.parent / "web", SERVER.parent / "gateway", RAY)
+    folders = (SERVER, RAY, *(SERVER.parent / name for name in ("web", "schema", "documents", "gateway")))
     return [f.read_text() for folder in folders for f in folder.rglob("*.py") if f.name != "error_codes.py"]
 
 
