@@ -135,7 +135,7 @@ async def _served() -> dict[str, Trace]:
             async with _client(app) as client:
                 for path in BODIES:
                     traces[f"POST {path}"] = await post(client, path)
-            gateway = Gateway(_Replica(app), GatewayOptions(), ServerConfig())
+            gateway = Gateway(_Replica(), GatewayOptions(), ServerConfig())
             await gateway.open()
             async with _client(gateway.app) as client:
                 while (await client.get("/health")).status_code != 200:
@@ -150,16 +150,13 @@ def _client(app: Any) -> Any:
 
 
 class _Replica:
-    """`Replicas` of one server in this process. What the server does for a request is not traced."""
-
-    def __init__(self, app: Any) -> None:
-        self._http = _client(app)
+    """`Replicas` of one server, which answers every request alike."""
 
     async def open(self) -> None:
         pass
 
     async def close(self) -> None:
-        await self._http.aclose()
+        pass
 
     def names(self) -> list[str]:
         return ["one"]
@@ -168,16 +165,8 @@ class _Replica:
         pass
 
     async def send(self, name: str, request: Outgoing) -> AsyncIterator[dict[str, Any]]:
-        traced, tracing = sys.getprofile(), threading.getprofile()
-        sys.setprofile(None)
-        threading.setprofile(None)  # type: ignore[arg-type]
-        try:
-            answer = await self._http.request(request.method, request.path, headers=list(request.headers), content=request.body)
-        finally:
-            sys.setprofile(traced)
-            threading.setprofile(tracing)
-        yield {"type": "http.response.start", "status": answer.status_code, "headers": answer.headers.raw}
-        yield {"type": "http.response.body", "body": answer.content, "more_body": False}
+        yield {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+        yield {"type": "http.response.body", "body": b"{}", "more_body": False}
 
     async def report(self, name: str) -> Report:
         return Report("1", ready=True)
