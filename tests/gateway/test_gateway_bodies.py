@@ -22,7 +22,7 @@ LARGE = ask(["x" * SMALL_BODY])
 
 def keep(made, text, owner=None):
     """Record a document at the gateway alone."""
-    made.gateway.documents._records.put([DocumentRecord(Scope(owner), "a", Prefix("Read."), text)])
+    made.gateway.documents.registry.records.put([DocumentRecord(Scope(owner), "a", Prefix("Read."), text)])
 
 
 @pytest.mark.parametrize("count", [20_000, 400_000])
@@ -153,9 +153,9 @@ def test_lists_of_one_client_do_not_hold_up_another(tmp_path):
         (tmp_path / "keys").write_text("many:many\none:one\n")
         async with rig(a, server={"api_key_file": str(tmp_path / "keys")}) as made:
             for key in ("many", "one"):
-                owner = made.gateway.documents._owner(f"Bearer {key}")
+                owner = made.gateway.documents.keeper.owner_of(f"Bearer {key}")
                 records = [DocumentRecord(Scope(owner), f"d{n}", Prefix("Read."), "x") for n in range(100)]
-                made.gateway.documents._records.put(records)
+                made.gateway.documents.registry.records.put(records)
             many, one = ({"Authorization": f"Bearer {key}"} for key in ("many", "one"))
             asking = [asyncio.create_task(made.http.get("/v1/cache/documents", headers=many)) for _ in range(3)]
             await until(lambda: asked)

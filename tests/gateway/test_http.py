@@ -184,7 +184,8 @@ def test_encoded_bodies_have_the_keys_of_plain_ones():
             await made.http.post(COMPLETE, content=json.dumps(ask(["three " * 50])).encode("utf-16"))  # a server reads it, too
             assert made.gateway.policy.num_pieces(a.url) == pieces + 1
             forgotten = gzip.compress(json.dumps({"prefix": "Read.", "documents": ["one " * 50]}).encode())
-            await made.http.post("/v1/cache/forget", content=forgotten, headers={"content-encoding": "gzip"})
+            encoded = {"content-encoding": "gzip", "content-type": "application/json"}
+            await made.http.post("/v1/cache/forget", content=forgotten, headers=encoded)
             assert made.gateway.policy.num_pieces(a.url) == pieces
             for coding, status in {"br": 415, "gzip": 400}.items():
                 answer = await made.http.post(COMPLETE, content=b"no", headers={"content-encoding": coding})

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
+from chunkattn.config import EngineConfig
 from chunkattn.fair_shares import FairShares
 from chunkattn.focus import MODES
 from chunkattn.server.state import ServerState
@@ -405,7 +406,7 @@ def test_a_title_is_part_of_the_text_everywhere(http):
 
 
 def test_a_server_that_stores_nothing_gives_no_advice_to_store():
-    llm = SimpleNamespace(config=SimpleNamespace(position_strategy="offset"), threads=None)
+    llm = SimpleNamespace(config=EngineConfig(position_strategy="offset"), threads=None)
     caller = Caller(None, Shares(1, FairShares(0)))
     with pytest.raises(ApiError) as error:
         ServerState(llm, ServerConfig()).named_documents({2: "ghost"}, caller, None)
