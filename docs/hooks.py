@@ -65,6 +65,8 @@ def routes() -> list[tuple[str, str, str]]:
     from chunkattn.documents.routes import documents_router
     from chunkattn.server.routes import decisions, generation, page, reports, scoring, status, systemone, tokens
 
+    routers = [module.router for module in (generation, scoring, decisions, systemone)]
+    routers += [documents_router(APIRoute), *(module.router for module in (reports, tokens, status, page))]
     found = [("GET", "/openapi.json", "This API as an OpenAPI document.")]
     routers = [module.router for module in (generation, scoring, decisions, systemone)]
     routers += [documents_router(APIRoute), *(module.router for module in (reports, tokens, status, page))]

@@ -29,13 +29,11 @@ class Kept(NamedTuple):
 
 
 class Keeper(Protocol):
-    """Holder of the K/V of documents: an engine, or the replicas behind a gateway.
+    """Holder of the K/V of documents: an engine, or the replicas behind a gateway."""
 
-    Attributes:
-        threads: threads for the CPU work of clients.
-    """
-
-    threads: FairThreads
+    @property
+    def threads(self) -> FairThreads:
+        """Return the threads for the CPU work of clients."""
 
     @property
     def is_ready(self) -> bool:

@@ -18,6 +18,7 @@ from chunkattn.documents.keeper import Kept
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, Scope
 from chunkattn.documents.registry import ADVICE, Registry
 from chunkattn.errors import ChunkAttnError, EngineError, QueueFullError, RequestError
+from chunkattn.fair_threads import FairThreads
 from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.schema.base import Body
@@ -60,12 +61,16 @@ class EngineKeeper:
         self, llm: AsyncLLM, config: ServerConfig, records: DocumentRecords, check: Callable[[Body | None], None]
     ) -> None:
         self.llm, self.config, self.records, self.check = llm, config, records, check
-        self.threads = llm.threads
         self.contents = Contents(self.llm, records)
         self.documents: dict[DocumentRecord, StoredDocument] = {}
         self._users: Counter[Content] = Counter()  # stored documents of a content
         self._coming: Counter[tuple[str | None, Content]] = Counter()  # pins in computation, by owner and content
         self._pinning: asyncio.Task[None] | None = None
+
+    @property
+    def threads(self) -> FairThreads:
+        """Return the engine's threads for the CPU work of clients."""
+        return self.llm.threads
 
     @property
     def is_ready(self) -> bool:

@@ -171,10 +171,10 @@ class ServerState(HttpState):
         if body is not None:
             self.check_model(body.model)
         self.check_ready()
-        if isinstance(body, (CacheBody, ForgetBody)):
-            self.llm.limits.check_count(len(body.documents), "documents", "documents")
         if isinstance(body, CacheBody):
             self.check_priority(body.priority, CacheBody.model_fields["priority"].default)
+        if isinstance(body, (CacheBody, ForgetBody)):
+            self.llm.limits.check_count(len(body.documents), "documents", "documents")
 
     def check_answer_values(self, values: int, less: str, param: str) -> None:
         """Check the size of an answer before any work.
