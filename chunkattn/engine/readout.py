@@ -136,10 +136,14 @@ def collect(step: Step, result: StepResult, taken: np.ndarray, meter: RateMeter)
     """
     for (row, request, index), scores in zip(step.scores, result.scores, strict=True):
         if taken[row] and (rows := _add_row(request, index, scores)):
-            yield score_result(request, rows, meter.rates)
+            scored = score_result(request, rows, meter.rates)
+            request.values = None  # not before: what fails is read again
+            yield scored
     for (row, request, index), values in zip(step.prompt_logprobs, result.prompt_logprobs, strict=True):
         if taken[row] and (rows := _add_row(request, int(request.user_index[index]), values)):
-            yield prompt_output(request, rows)
+            output = prompt_output(request, rows)
+            request.values = None
+            yield output
 
 
 def _add_row(request: Request, index: int, values: object) -> dict[int, Any] | None:
@@ -148,10 +152,7 @@ def _add_row(request: Request, index: int, values: object) -> dict[int, Any] | N
     if rows is None:  # the request was answered before its sample restarted
         return None
     rows[index] = values
-    if len(rows) < len(request.logprob_rows if request.score is None else request.score.rows):
-        return None
-    request.values = None
-    return rows
+    return rows if len(rows) == len(request.logprob_rows if request.score is None else request.score.rows) else None
 
 
 def score_result(request: Request, rows: dict[int, Any], rates: StepRates) -> ScoreResult:

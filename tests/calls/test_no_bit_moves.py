@@ -225,8 +225,13 @@ def company(llm, row):
     yield dict(enumerate(row.ask(llm, mixed, False, next(SALTS))[len(row.others) :][: len(row.pieces)]))
 
 
+def budget_of(scheduler, tokens):
+    """Return a context in which a step has a smaller budget."""
+    return patch.object(scheduler, "_config", replace(scheduler._config, max_num_batched_tokens=tokens))
+
+
 def small_steps(llm, row):
-    with patch.object(llm.core.scheduler, "max_num_batched_tokens", 48):
+    with budget_of(llm.core.scheduler, 48):
         yield from together(llm, row)
 
 
@@ -240,8 +245,8 @@ def preempted(llm, row):
             scheduler.preempt(scheduler.running[-1])
         return plan(*args)
 
-    fewer = min(64, scheduler.max_num_batched_tokens)
-    with patch.object(scheduler, "plan", disturbed), patch.object(scheduler, "max_num_batched_tokens", fewer):
+    fewer = min(64, llm.core.config.max_num_batched_tokens)
+    with patch.object(scheduler, "plan", disturbed), budget_of(scheduler, fewer):
         yield from together(llm, row)
     assert scheduler.preemptions > before
 

@@ -32,6 +32,7 @@ from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.rope.positions import make_layout
 from tests.checkpoints import VOCAB
+from tests.flows import stages_of
 
 SHARING = [name for name in ALGORITHMS if name != "serial"]
 
@@ -398,7 +399,7 @@ def test_a_dense_pack_has_a_limit(checkpoint, monkeypatch):
     llm = LLM(str(checkpoint("qwen3")), skip_tokenizer_init=True, dtype="float32", kv_cache_memory_bytes=1 << 20)
     packs = ScoreCall(llm.frontend, [1] * 30, [[2, n] for n in range(9)], [(5,)] * 9, algorithm="packed_dense")
     packs.plan({})
-    assert [len(request.layout) for stage in packs.stages() for request in stage] == [40, 38]
+    assert [len(request.layout) for stage in stages_of(packs) for request in stage] == [40, 38]
     assert llm.score([1] * 30, [[2] * 10] * 3, label_token_ids=[5], algorithm="packed_dense").algorithm == "packed_dense"
     with pytest.raises(RequestError, match=r"longest item are 41 tokens, a pack has at most 40"):
         llm.score([1] * 30, [[2], [2] * 11], label_token_ids=[5], algorithm="packed_dense")
