@@ -103,7 +103,7 @@ class Registry:
         """
         if not self.restored:
             text = "the server restores its documents; try again"
-            raise ApiError(503, text, code="server_starting", **{"Retry-After": "1"})
+            raise ApiError(503, text, code="server_starting")
 
     # Reading
 

@@ -46,7 +46,6 @@ _SHOWN_CHARS = 1024
 """Characters of a prefix that an entry shows while no replica can be asked."""
 _UNKNOWN_ROUTE = (404, 405)
 _TRY_ELSEWHERE = (429, 502, 503, 504)
-_AGAIN = {"Retry-After": "1"}
 
 
 class Owners(Protocol):
@@ -309,7 +308,7 @@ class ReplicaKeeper:
 
         answer = await retried(attempt, is_final, self._patience_s)
         if answer is None:
-            raise ApiError(503, "no replica can store the documents; try again", code="no_replica", **_AGAIN)
+            raise ApiError(503, "no replica can store the documents; try again", code="no_replica")
         return answer
 
     # Documents
@@ -450,10 +449,10 @@ class ReplicaKeeper:
         names = self._replicas.names()
         if missed := [n for n, answer in answers.items() if (n in names if answer is None else answer.status >= 500)]:
             text = f"replicas that cannot be reached may still hold the documents: {', '.join(missed)}; send the request again"
-            raise ApiError(503, text, code="engine_not_ready", **_AGAIN)
+            raise ApiError(503, text, code="engine_not_ready")
         told = [answer for answer in answers.values() if answer is not None]
         if not told:
-            raise ApiError(503, "there is no replica; try again", code="no_replica", **_AGAIN)
+            raise ApiError(503, "there is no replica; try again", code="no_replica")
         if refused := next((answer for answer in told if answer.status >= 400), None):
             raise _refusal(refused, range(len(records)))
         return told[0].body
@@ -642,5 +641,4 @@ def _refusal(answer: ReplicaAnswer, numbers: Sequence[int]) -> ApiError:
     error = answer.body.get("error") if isinstance(answer.body, Mapping) else None
     error = error if isinstance(error, Mapping) else {}
     text = re.sub(r"\b(documents\.|document )(\d{1,9})\b", place, str(error.get("message", "a replica refuses the documents")))
-    headers = _AGAIN if answer.status in (429, 503) else {}
-    return ApiError(answer.status, text, param=error.get("param"), code=error.get("code"), **headers)
+    return ApiError(answer.status, text, param=error.get("param"), code=error.get("code"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictStr, Tag, model_validator
+from pydantic import Field, StrictBool, StrictStr, model_validator
 
 from chunkattn.calls.decide_questions import MAX_OPTIONS
 from chunkattn.calls.decide_states import read_state
@@ -21,8 +21,8 @@ from chunkattn.decisions import (
     Rating,
 )
 from chunkattn.schema.accepted import ShortText, no_effect
-from chunkattn.schema.base import CacheSalt, Entry
-from chunkattn.schema.decide import DecideBody, Kinds, by_type, compact, usage_of
+from chunkattn.schema.base import CacheSalt, Entry, FastList
+from chunkattn.schema.decide import DecideBody, Kinds, compact, usage_of
 from chunkattn.schema.generation import MAX_MESSAGES
 from chunkattn.schema.parts import state_message
 
@@ -84,21 +84,9 @@ class SaidRefusal(Entry):
     refusal: str
 
 
-_PARTS = Kinds({"input_text": InputText, "input_json": InputJson}, by_type)
-_TEXTS = Kinds({"input_text": InputText}, by_type)
-_SAID = Kinds({"output_text": OutputText, "refusal": SaidRefusal}, by_type)
-
-Part = Annotated[
-    Annotated[InputText, Tag("InputText")] | Annotated[InputJson, Tag("InputJson")],
-    _PARTS.discriminator,
-    BeforeValidator(_PARTS.check),
-]
-TextPart = Annotated[InputText, BeforeValidator(_TEXTS.check)]
-SaidPart = Annotated[
-    Annotated[OutputText, Tag("OutputText")] | Annotated[SaidRefusal, Tag("SaidRefusal")],
-    _SAID.discriminator,
-    BeforeValidator(_SAID.check),
-]
+Part = Annotated[InputText | InputJson, Kinds()]
+TextPart = Annotated[InputText, Kinds()]
+SaidPart = Annotated[OutputText | SaidRefusal, Kinds()]
 
 
 class UserMessage(Entry):
@@ -106,7 +94,7 @@ class UserMessage(Entry):
 
     type: Literal["message"] = "message"
     role: Literal["user"]
-    content: str | Annotated[list[Part], Field(fail_fast=True)]
+    content: str | FastList[Part]
 
 
 class InstructionMessage(Entry):
@@ -114,7 +102,7 @@ class InstructionMessage(Entry):
 
     type: Literal["message"] = "message"
     role: Literal["developer", "system"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | FastList[TextPart]
 
 
 class AssistantMessage(Entry):
@@ -122,7 +110,7 @@ class AssistantMessage(Entry):
 
     type: Literal["message"] = "message"
     role: Literal["assistant"]
-    content: str | Annotated[list[SaidPart], Field(fail_fast=True)]
+    content: str | FastList[SaidPart]
     phase: Literal["commentary", "final_answer"] | None = None
 
 
@@ -156,36 +144,12 @@ class CallOutput(_Called):
     """Output of a function or of a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    output: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    output: str | FastList[TextPart]
 
 
-def _by_type_and_role(value: dict[str, Any]) -> tuple[str, Any]:
-    kind = value.get("type")
-    return ("role", value.get("role")) if kind in (None, "message") else ("type", kind)
-
-
-_ITEMS = Kinds(
-    {
-        "user": UserMessage,
-        "developer": InstructionMessage,
-        "system": InstructionMessage,
-        "assistant": AssistantMessage,
-        "function_call": FunctionCall,
-        "function_call_output": CallOutput,
-        "custom_tool_call": CustomCall,
-        "custom_tool_call_output": CallOutput,
-    },
-    _by_type_and_role,
-)
 Item = Annotated[
-    Annotated[UserMessage, Tag("UserMessage")]
-    | Annotated[InstructionMessage, Tag("InstructionMessage")]
-    | Annotated[AssistantMessage, Tag("AssistantMessage")]
-    | Annotated[FunctionCall, Tag("FunctionCall")]
-    | Annotated[CustomCall, Tag("CustomCall")]
-    | Annotated[CallOutput, Tag("CallOutput")],
-    _ITEMS.discriminator,
-    BeforeValidator(_ITEMS.check),
+    UserMessage | InstructionMessage | AssistantMessage | FunctionCall | CustomCall | CallOutput,
+    Kinds(),
 ]
 
 
@@ -196,7 +160,7 @@ class _Asked(Entry):
     """Fields of every question."""
 
     name: str | None = None
-    instructions: str | Annotated[list[Part], Field(fail_fast=True)]
+    instructions: str | FastList[Part]
 
     @property
     def text(self) -> str:
@@ -228,7 +192,7 @@ class DecisionChoice(_Asked):
     """Choice of one option."""
 
     type: Literal["choice"]
-    choices: Annotated[list[DecisionOption], Field(fail_fast=True, max_length=MAX_OPTIONS)]
+    choices: Annotated[FastList[DecisionOption], Field(max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:
@@ -251,7 +215,7 @@ class DecisionScore(_Asked):
     """Rating on a scale of levels."""
 
     type: Literal["score"]
-    levels: Annotated[list[DecisionLevel], Field(fail_fast=True, max_length=MAX_OPTIONS)]
+    levels: Annotated[FastList[DecisionLevel], Field(max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:
@@ -263,27 +227,16 @@ class DecisionScore(_Asked):
         return Rating(self.text, [Level(level.label, level.description or None) for level in self.levels], self.name)
 
 
-_QUESTIONS = Kinds({"predicate": DecisionPredicate, "choice": DecisionChoice, "score": DecisionScore}, by_type)
-AskedQuestion = Annotated[
-    Annotated[DecisionPredicate, Tag("DecisionPredicate")]
-    | Annotated[DecisionChoice, Tag("DecisionChoice")]
-    | Annotated[DecisionScore, Tag("DecisionScore")],
-    _QUESTIONS.discriminator,
-    BeforeValidator(_QUESTIONS.check),
-]
+AskedQuestion = Annotated[DecisionPredicate | DecisionChoice | DecisionScore, Kinds()]
 
 
 class DecisionsBody(DecideBody):
     """Request body of `/v1/decisions`."""
 
-    input: Annotated[
-        str | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)],
-        Field(description="The state: a text, or messages, calls of tools and their outputs."),
-    ]
-    questions: Annotated[
-        list[AskedQuestion],
-        Field(fail_fast=True, min_length=1, max_length=MAX_QUESTIONS, description="Predicates, choices and scores."),
-    ]
+    input: str | Annotated[FastList[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    """The state: a text, or messages, calls of tools and their outputs."""
+    questions: Annotated[FastList[AskedQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
+    """Predicates, choices and scores."""
     prompt_cache_key: Annotated[CacheSalt, Field(description="Another name of `cache_salt`.")] = None
     prompt_cache_options: Annotated[CacheOptions | None, no_effect("OpenAI's `mode` and `ttl`", _CACHING)] = None
     safety_identifier: Annotated[ShortText, no_effect("a text of up to 1024 characters", "requests are counted by API key")] = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from chunkattn.calls.decide_questions import MAX_OPTIONS
 from chunkattn.calls.decide_states import read_state
@@ -22,8 +22,8 @@ from chunkattn.decisions import (
     RatingAnswer,
 )
 from chunkattn.errors import RequestError
-from chunkattn.schema.base import Entry
-from chunkattn.schema.decide import DecideBody, Kinds, by_type, compact, usage_of
+from chunkattn.schema.base import Entry, FastList
+from chunkattn.schema.decide import DecideBody, Kinds, compact, usage_of
 
 Content = str | dict[str, Any] | list[Any]
 """Text, or JSON that the model reads as compact text."""
@@ -98,7 +98,7 @@ class SystemOneScore(Entry):
 
     type: Literal["score"]
     instructions: Content | None = None
-    criteria: Annotated[list[Content], Field(fail_fast=True, min_length=1, max_length=MAX_OPTIONS)]
+    criteria: Annotated[FastList[Content], Field(min_length=1, max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:
@@ -122,23 +122,16 @@ class SystemOneScore(Entry):
         return {"type": "score", **own, "label_mass": answer.label_mass, "method": answer.method}
 
 
-_QUESTIONS = Kinds({"noul": SystemOneNoul, "choice": SystemOneChoice, "score": SystemOneScore}, by_type)
-NamedQuestion = Annotated[
-    Annotated[SystemOneNoul, Tag("SystemOneNoul")]
-    | Annotated[SystemOneChoice, Tag("SystemOneChoice")]
-    | Annotated[SystemOneScore, Tag("SystemOneScore")],
-    _QUESTIONS.discriminator,
-    BeforeValidator(_QUESTIONS.check),
-]
+NamedQuestion = Annotated[SystemOneNoul | SystemOneChoice | SystemOneScore, Kinds()]
 
 
 class SystemOneBody(DecideBody):
     """Request body of `/v1/systemone`."""
 
-    state: Annotated[Content, Field(description="A text, a JSON object or array, or messages.")]
-    questions: Annotated[
-        dict[str, NamedQuestion], Field(min_length=1, description="Nouls, choices and scores by the names of their answers.")
-    ]
+    state: Content
+    """A text, a JSON object or array, or messages."""
+    questions: Annotated[dict[str, NamedQuestion], Field(min_length=1)]
+    """Nouls, choices and scores by the names of their answers."""
 
     @property
     def num_values(self) -> int:

@@ -216,9 +216,7 @@ def _check_query(state: ServerState, query: str, most: int) -> None:
 
 
 def _check(state: ServerState, body: ScoringBody) -> None:
-    state.check_model(body.model)
-    state.check_ready()
-    state.check_priority(body.priority)
+    state.check(body)
     if body.algorithm not in (None, "auto", *AUTO):  # a baseline delays all other requests
         text = f"unknown algorithm {body.algorithm!r}; choose auto, {', '.join(AUTO)}"
         raise ApiError(400, text, param="algorithm", code="invalid_value")
