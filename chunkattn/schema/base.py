@@ -65,12 +65,12 @@ class Strict(Entry):
     def _prepare(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None}
-        for name in given:
+        present = {name: value for name, value in body.items() if value is not None}
+        for name in present:
             if name not in cls.model_fields:
                 shown = str(name).encode("utf-8", "replace").decode()  # pydantic's context takes no lone surrogate
                 raise PydanticCustomError(UNKNOWN_FIELD, "{name} is not supported by this server", {"name": shown})
-        return given
+        return present
 
 
 def check_template_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -251,9 +251,11 @@ class Sampling(Body):
         bias: dict[Any, float] = {
             int(k) if k.isdecimal() and len(k) < _MAX_ID_DIGITS else k: v for k, v in self.logit_bias.items()
         }
-        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in Sampling.model_fields}
-        given |= {name: value for name, value in defaults.items() if name in given and name not in self.model_fields_set}
-        given |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
+        arguments = {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in Sampling.model_fields}
+        arguments |= {
+            name: value for name, value in defaults.items() if name in arguments and name not in self.model_fields_set
+        }
+        arguments |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
         if self.prompt_logprobs is None:
-            given["prompt_logprobs"] = prompt_logprobs
-        return SamplingParams(**given)
+            arguments["prompt_logprobs"] = prompt_logprobs
+        return SamplingParams(**arguments)

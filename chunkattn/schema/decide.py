@@ -83,10 +83,10 @@ class DecideBody(Body):
 
     def own_error(self, error: E) -> E:
         """Return an error of `LLM.decide` under the request's own names."""
-        own = super().own_error(error)
-        if isinstance(own, RequestError):
-            own = type(own)(own.message, param=own.param, part=own.part and self.part(own.part))
-        return own
+        renamed = super().own_error(error)
+        if isinstance(renamed, RequestError):
+            renamed = type(renamed)(renamed.message, param=renamed.param, part=renamed.part and self.part(renamed.part))
+        return renamed
 
 
 def usage_of(usage: ScoreUsage) -> dict[str, Any]:

@@ -271,29 +271,30 @@ class DecisionsBody(DecideBody):
 
     def call(self) -> tuple[str, list[Question]]:
         """Return the state and the questions; see `DecideBody.call`."""
-        given = self.input if isinstance(self.input, str) else [state_message(item.model_dump()) for item in self.input]
-        return read_state(given), [question.question() for question in self.questions]
+        state = self.input if isinstance(self.input, str) else [state_message(item.model_dump()) for item in self.input]
+        return read_state(state), [question.question() for question in self.questions]
 
     def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
         """Return answers and usage; see `DecideBody.answer`."""
-        return {"answers": [_answer(own, min_mass) for own in output.answers], "usage": usage_of(output.usage)}
+        return {"answers": [_answer(answer, min_mass) for answer in output.answers], "usage": usage_of(output.usage)}
 
 
 def _answer(answer: Answer, min_mass: float) -> dict[str, Any]:
+    """Return an answer in OpenAI's format."""
     name, mass = {"name": answer.name}, {"label_mass": answer.label_mass}
-    method = {} if isinstance(answer, PredicateAnswer) else {"method": answer.method}
     if answer.label_mass < min_mass:
-        return {"type": "refusal"} | name | mass
+        return {"type": "refusal", **name, **mass}
     if isinstance(answer, PredicateAnswer):
-        return {"type": "predicate"} | name | {"probability": answer.probability} | mass
+        return {"type": "predicate", **name, "probability": answer.probability, **mass}
     if isinstance(answer, ChoiceAnswer):
+        kind, result = "choice", {"choice": answer.choice}
         shares: list[dict[str, Any]] = [{"value": v, "probability": p} for v, p in answer.probabilities.items()]
-        own: dict[str, Any] = {"choice": answer.choice, "confidence": answer.confidence, "probabilities": shares}
-        return {"type": "choice"} | name | own | mass | method
-    numbered = enumerate(answer.probabilities.items())
-    shares = [{"value": number, "label": label, "probability": p} for number, (label, p) in numbered]
-    own = {"score": answer.score, "confidence": answer.confidence, "probabilities": shares}
-    return {"type": "score"} | name | own | mass | method
+    else:
+        kind, result = "score", {"score": answer.score}
+        numbered = enumerate(answer.probabilities.items())
+        shares = [{"value": number, "label": label, "probability": p} for number, (label, p) in numbered]
+    details = {"confidence": answer.confidence, "probabilities": shares, **mass, "method": answer.method}
+    return {"type": kind, **name, **result, **details}
 
 
 def _check_json(data: Any) -> None:

@@ -68,8 +68,8 @@ def named_documents(documents: Sequence[Any] | None) -> dict[int, str]:
     Args:
         documents: documents of a request.
     """
-    given = enumerate(documents or ())
-    return {number: d.id for number, d in given if isinstance(d, DocumentOrId) and d.text is None and d.id is not None}
+    numbered = enumerate(documents or ())
+    return {number: d.id for number, d in numbered if isinstance(d, DocumentOrId) and d.text is None and d.id is not None}
 
 
 def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any]:
@@ -79,8 +79,8 @@ def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any
         documents: documents of a request.
         stored: contents of the documents named by id, by their place.
     """
-    given = enumerate(documents)
-    return [stored[n] if n in stored else d.plain() if isinstance(d, DocumentOrId) else d for n, d in given]
+    numbered = enumerate(documents)
+    return [stored[n] if n in stored else d.plain() if isinstance(d, DocumentOrId) else d for n, d in numbered]
 
 
 PromptDocuments = Annotated[FastList[str | TokenIds | DocumentOrId], AfterValidator(check_documents)]
@@ -105,15 +105,15 @@ FocusField = Annotated[
 ]
 
 
-def focus_of(given: int | FocusOptions | None) -> Focus | None:
+def focus_of(value: int | FocusOptions | None) -> Focus | None:
     """Return the focus of a request, or None without one. The engine checks the name of the score.
 
     Args:
-        given: value of the field `focus`.
+        value: value of the field `focus`.
     """
-    if given is None or isinstance(given, FocusOptions):
-        return None if given is None else Focus(given.top_n, given.mode, given.score)
-    return Focus(given)
+    if value is None or isinstance(value, FocusOptions):
+        return None if value is None else Focus(value.top_n, value.mode, value.score)
+    return Focus(value)
 
 
 class Chunks(Strict):

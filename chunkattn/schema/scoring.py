@@ -293,7 +293,7 @@ class RerankBody(RelevanceBody):
             ApiError: 400, a document holds a lone surrogate.
         """
         name = "documents" if self.documents is not None else "texts"
-        for number, document in enumerate(self.given):
+        for number, document in enumerate(self.entries):
             try:
                 msgspec.json.encode(document if isinstance(document, str) else document.model_dump(exclude_unset=True))
             except ValueError:
@@ -306,7 +306,7 @@ class RerankBody(RelevanceBody):
         return self.query if isinstance(self.query, str) else self.query.text
 
     @property
-    def given(self) -> Sequence[str | RerankDocument]:
+    def entries(self) -> Sequence[str | RerankDocument]:
         """Return the documents as the request has them."""
         return self.documents if self.documents is not None else self.texts or []
 
@@ -314,8 +314,8 @@ class RerankBody(RelevanceBody):
         """Return the ids of the documents named by id, by their place."""
         if self.rank_fields is not None and "id" in self.rank_fields:
             return {}
-        given = ((n, d.stored_id) for n, d in enumerate(self.given) if isinstance(d, RerankDocument))
-        return {number: name for number, name in given if name is not None}
+        ids = ((n, d.stored_id) for n, d in enumerate(self.entries) if isinstance(d, RerankDocument))
+        return {number: name for number, name in ids if name is not None}
 
     def contents(self, stored: Mapping[int, Any]) -> list[Any]:
         """Return the text or the token ids of each document.
@@ -323,5 +323,5 @@ class RerankBody(RelevanceBody):
         Args:
             stored: texts or token ids of the documents named by id, by their place.
         """
-        given, names = self.given, self.rank_fields
-        return [stored[n] if n in stored else d if isinstance(d, str) else d.plain(names) for n, d in enumerate(given)]
+        entries, names = self.entries, self.rank_fields
+        return [stored[n] if n in stored else d if isinstance(d, str) else d.plain(names) for n, d in enumerate(entries)]

@@ -40,11 +40,11 @@ async def tokenize(body: TokenizeBody, request: Request, state: State, caller: C
 
     def fields() -> dict[str, Any]:
         tokens = ids()
-        found = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             _check_shown(len(tokens), "prompt")
-            found["token_strs"] = [state.texts.piece(t) for t in tokens]
-        return found
+            answer["token_strs"] = [state.texts.piece(t) for t in tokens]
+        return answer
 
     return await unless_gone(request, json_answer(state, caller, fields, len(body.prompt or ""), in_thread=True))
 
