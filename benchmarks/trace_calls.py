@@ -19,13 +19,19 @@ import os
 import sys
 import threading
 import tokenize
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2 as httpx
+
 import chunkattn
-from chunkattn import LLM, AsyncLLM, DocumentPrompt, SamplingParams
+from chunkattn import LLM, AsyncLLM, Choice, DocumentPrompt, Predicate, SamplingParams
+from chunkattn.gateway.app import Gateway
+from chunkattn.gateway.options import GatewayOptions
+from chunkattn.gateway.replicas import Outgoing, Report
 from chunkattn.models.loader import DEMO_FOLDER
+from chunkattn.web.options import ServerConfig
 
 ROOT = Path(chunkattn.__file__).parent
 _IGNORED = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
@@ -99,38 +105,91 @@ def code_lines(folder: Path) -> int:
     return total
 
 
-async def _served() -> Trace:
-    """Return the trace of a rerank over HTTP."""
-    import httpx2 as httpx
+CHUNKS = {"prefix": "Answer the question.", "documents": DOCUMENTS, "question": "What colour is the sky?"}
+QUESTIONS = [Predicate("The sky is blue."), Choice("What colour is the sky?", ["blue", "green"])]
+ASKED = [{"type": "predicate", "name": "blue", "instructions": "The sky is blue."}]
+BODIES = {
+    "/v1/completions": {"chunks": CHUNKS, "max_tokens": 4, "temperature": 0},
+    "/v1/rerank": {"query": "colour of the sky", "documents": DOCUMENTS},
+    "/v1/decisions": {"input": "The sky above the harbour is blue.", "questions": ASKED},
+    "/v1/cache/documents": {"prefix": "Answer the question.", "documents": DOCUMENTS},
+}
 
+
+async def _served() -> dict[str, Trace]:
+    """Return the traces of calls over HTTP, the last one through a gateway in front of the server."""
     from chunkattn.server.app import create_app
 
+    traces = {}
     with Trace() as trace:  # before the server's threads start
         async with AsyncLLM(str(DEMO_FOLDER), warmup=False) as llm:
-            transport = httpx.ASGITransport(app=create_app(llm))
-            async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
-                body = {"query": "colour of the sky", "documents": DOCUMENTS}
-                (await client.post("/v1/rerank", json=body)).raise_for_status()
+            app = create_app(llm)
+
+            async def post(client: Any, path: str) -> Trace:
+                (await client.post(path, json=BODIES[path])).raise_for_status()
                 assert await llm.reset_prefix_cache()
                 trace.forget()
-                (await client.post("/v1/rerank", json=body)).raise_for_status()
+                (await client.post(path, json=BODIES[path])).raise_for_status()
                 return trace.copy()
+
+            async with _client(app) as client:
+                for path in BODIES:
+                    traces[f"POST {path}"] = await post(client, path)
+            gateway = Gateway(_Replica(), GatewayOptions(), ServerConfig())
+            await gateway.open()
+            async with _client(gateway.app) as client:
+                while (await client.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.05)
+                traces["relay /v1/completions"] = await post(client, "/v1/completions")
+            await gateway.close()
+    return traces
+
+
+def _client(app: Any) -> Any:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://localhost", timeout=300)
+
+
+class _Replica:
+    """`Replicas` of one server, which answers every request alike."""
+
+    async def open(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def names(self) -> list[str]:
+        return ["one"]
+
+    def drop(self, name: str) -> None:
+        pass
+
+    async def send(self, name: str, request: Outgoing) -> AsyncIterator[dict[str, Any]]:
+        yield {"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]}
+        yield {"type": "http.response.body", "body": b"{}", "more_body": False}
+
+    async def report(self, name: str) -> Report:
+        return Report("1", ready=True)
+
+    async def metrics(self, name: str) -> str:
+        return ""
 
 
 def measure() -> dict[str, Trace]:
     """Return the traces by call."""
     llm, params = LLM(str(DEMO_FOLDER)), SamplingParams(max_tokens=4, temperature=0)
-    prompt = DocumentPrompt("Answer the question.\n", DOCUMENTS, "\nWhat colour is the sky?")
-
-    def reset() -> None:
-        llm.reset_prefix_cache()
-
-    traces = {
-        "LLM.generate(DocumentPrompt)": traced(lambda: llm.generate([prompt], params, use_tqdm=False), reset),
-        "LLM.rerank": traced(lambda: llm.rerank("colour of the sky", DOCUMENTS, use_tqdm=False), reset),
+    prompt, query = DocumentPrompt("Answer the question.\n", DOCUMENTS, "\nWhat colour is the sky?"), "colour of the sky"
+    labels = ["yes", "no"]
+    calls: dict[str, Callable[[], Any]] = {
+        "LLM.generate": lambda: llm.generate([prompt], params, use_tqdm=False),
+        "LLM.generate, focus": lambda: llm.generate([prompt], params, focus=2, use_tqdm=False),
+        "LLM.score": lambda: llm.score("The sky is", DOCUMENTS, labels=labels, use_tqdm=False),
+        "LLM.rerank": lambda: llm.rerank(query, DOCUMENTS, use_tqdm=False),
+        "LLM.rerank, document_first": lambda: llm.rerank(query, DOCUMENTS, order="document_first", use_tqdm=False),
+        "LLM.decide": lambda: llm.decide(DOCUMENTS[0], QUESTIONS, use_tqdm=False),
     }
-    traces["POST /v1/rerank"] = asyncio.run(_served())
-    return traces
+    traces = {name: traced(call, llm.reset_prefix_cache) for name, call in calls.items()}
+    return traces | asyncio.run(_served())
 
 
 def main() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, generate_latest
 from typer.testing import CliRunner
 
@@ -21,6 +22,7 @@ import chunkattn
 from chunkattn.calls.decide_files import read_questions
 from chunkattn.cli import app
 from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.documents.routes import documents_router
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
@@ -347,6 +349,7 @@ def test_every_route_is_on_its_page():
     page = reference("http")
     routers = (ROOT / "chunkattn" / "server" / "routes").glob("*.py")
     declared = [m for file in routers for m in re.findall(r"@router\.(\w+)\(\s*\"([^\"]*)\"", file.read_text())]
+    declared += documents_router(APIRoute).routes
     assert len(declared) == len(hooks.routes()) - 1  # OpenAPI's is FastAPI's own
     for method, path, _ in hooks.routes():
         assert f"`{method} {path}`" in page

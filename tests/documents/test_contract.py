@@ -130,6 +130,9 @@ class OneReplica:
     def names(self):
         return ["one"]
 
+    def drop(self, name):
+        pass
+
     async def send(self, name, request):
         url, headers = f"{request.path}?{request.query.decode()}", list(request.headers)
         answer = await self.http.request(request.method, url, content=request.body, headers=headers)
