@@ -24,7 +24,7 @@ class DecideBody(Body):
     system: str | None = None
     """Content of a system message before the state."""
     method: Literal["letters", "likelihood", "separate"] = "letters"
-    """How options become prompts."""
+    """Method by which options become prompts."""
     calibrate: bool | Literal["fitted"] = False
     """Divide the probability of each label by its probability behind the state "N/A"; or use a fit."""
     documents: PromptDocuments | None = None

@@ -281,20 +281,21 @@ class DecisionsBody(DecideBody):
 
 def _answer(answer: Answer, min_mass: float) -> dict[str, Any]:
     """Return an answer in OpenAI's format."""
+    result: dict[str, Any]
     name, mass = {"name": answer.name}, {"label_mass": answer.label_mass}
     if answer.label_mass < min_mass:
         return {"type": "refusal", **name, **mass}
     if isinstance(answer, PredicateAnswer):
         return {"type": "predicate", **name, "probability": answer.probability, **mass}
+    shares: list[dict[str, Any]]
     if isinstance(answer, ChoiceAnswer):
-        kind, result = "choice", {"choice": answer.choice}
-        shares: list[dict[str, Any]] = [{"value": v, "probability": p} for v, p in answer.probabilities.items()]
+        result = {"type": "choice", **name, "choice": answer.choice}
+        shares = [{"value": value, "probability": p} for value, p in answer.probabilities.items()]
     else:
-        kind, result = "score", {"score": answer.score}
+        result = {"type": "score", **name, "score": answer.score}
         numbered = enumerate(answer.probabilities.items())
         shares = [{"value": number, "label": label, "probability": p} for number, (label, p) in numbered]
-    details = {"confidence": answer.confidence, "probabilities": shares, **mass, "method": answer.method}
-    return {"type": kind, **name, **result, **details}
+    return {**result, "confidence": answer.confidence, "probabilities": shares, **mass, "method": answer.method}
 
 
 def _check_json(data: Any) -> None:
