@@ -367,13 +367,6 @@ _HEADINGS = {"CompletionBody": "Completions", "ChatBody": "Chat", "ScoreBody": "
 """Sections of the page about HTTP with the bodies whose fields other bodies share."""
 
 
-def _errors_table() -> str:
-    """Codes of all error answers."""
-    from chunkattn.web.error_codes import CODES
-
-    return _table(("status", "`code`", "when"), *((str(code.status), f"`{code.code}`", code.when) for code in CODES))
-
-
 def _no_effect_table() -> str:
     """Fields that are accepted and have no effect, and the bodies and objects that take them."""
     from chunkattn.schema.decisions import FunctionCall, InputText
@@ -460,7 +453,6 @@ TABLES: dict[str, Callable[[str], str]] = {
     "routes": lambda _: _routes_table(),
     "body": _body_table,
     "no-effect": lambda _: _no_effect_table(),
-    "errors": lambda _: _errors_table(),
 }
 _END = "<!-- end of table -->"
 _TABLE = re.compile(rf"<!-- table: ([\w-]+) ?(.*?) ?-->\n(?:(?:(?!<!-- table:).)*?{_END}\n)?", re.DOTALL)

@@ -7,13 +7,14 @@ import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, Literal
 
 from fastapi import Request
 
+from chunkattn.documents.background import Background
 from chunkattn.documents.keeper import Keeper, Kept
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, RecordsError, Scope
 from chunkattn.schema.documents import CacheBody, ForgetBody
@@ -48,7 +49,7 @@ class Registry:
         self._restoring: asyncio.Task[None] | None = None
         self._coming: Counter[str | None] = Counter()  # documents in computation, by owner
         self._timers: dict[DocumentRecord, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background()
 
     # Start and end
 
@@ -56,7 +57,7 @@ class Registry:
     def restored(self) -> bool:
         """Return whether the documents of an earlier process are restored; start that as soon as the keeper is ready."""
         if not self._restored and self._restoring is None and self.keeper.is_ready:
-            self._restoring = self._in_background(self._restore())
+            self._restoring = self._background.start(self._restore())
         return self._restored
 
     async def restore(self) -> None:
@@ -89,8 +90,7 @@ class Registry:
     def close(self) -> None:
         """Close the records, and end the work in the background."""
         self.keeper.close()
-        for task in self._tasks:
-            task.cancel()
+        self._background.cancel()
         for timer in self._timers.values():
             timer.cancel()
         self.records.close()
@@ -103,7 +103,7 @@ class Registry:
         """
         if not self.restored:
             text = "the server restores its documents; try again"
-            raise ApiError(503, text, code="server_starting", **{"Retry-After": "1"})
+            raise ApiError(503, text, code="server_starting")
 
     # Reading
 
@@ -263,7 +263,7 @@ class Registry:
         """
         records = self.records.owned(owners)
         self._remove(records)
-        self._in_background(self.keeper.forget(records))
+        self._background.start(self.keeper.forget(records))
         return len(records)
 
     # Lifetimes
@@ -277,7 +277,7 @@ class Registry:
 
     def _expire(self, record: DocumentRecord) -> None:
         self._remove([record])
-        self._in_background(self.keeper.forget([record]))
+        self._background.start(self.keeper.forget([record]))
 
     def _remove(self, records: Sequence[DocumentRecord]) -> None:
         """Remove records that no client may see again. One that the file does not take is removed at the next start."""
@@ -297,13 +297,7 @@ class Registry:
         """Have the keeper forget documents, even if the caller is cancelled."""
         for record in records:
             self._stop_timer(record)
-        await asyncio.shield(self._in_background(self.keeper.forget(records)))
-
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        await asyncio.shield(self._background.start(self.keeper.forget(records)))
 
 
 def _records_of(scope: Scope, body: CacheBody | ForgetBody) -> list[DocumentRecord]:

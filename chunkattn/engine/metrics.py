@@ -5,21 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import Counter, generate_latest
 
+from chunkattn.described_metrics import DescribedMetrics
 from chunkattn.engine.messages import CachedTokens
 from chunkattn.engine.request import Request
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.step import Step
 from chunkattn.engine.warmup import WarmUp
 from chunkattn.layout import ChunkLayout
-from chunkattn.options import as_help, descriptions
 
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 _PREFIX = "chunkattn_"
 
 
-class EngineMetrics:
+class EngineMetrics(DescribedMetrics):
     """Counters, gauges and histograms of one engine in one `registry`. Times are in seconds.
 
     Metrics:
@@ -51,46 +51,33 @@ class EngineMetrics:
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__(_PREFIX, _SECONDS)
         self._totals: dict[Counter, float] = {}
-        self._texts = descriptions(type(self))
-        self.steps = self._counter("steps")
-        self.failed_steps = self._counter("failed_steps")
-        self.non_finite = self._counter("non_finite_requests")
-        self.tokens = self._counter("tokens", "kind")
-        self.scored = self._counter("score_rows", "algorithm")
-        self.padding = self._counter("padding_rows")
-        self.prompt_tokens = self._counter("prompt_tokens", "part")
-        self.cached_tokens = self._counter("cached_tokens", "part")
-        self.evictions = self._counter("evictions")
-        self.preemptions = self._counter("preemptions")
-        self.compiles = self._counter("compiles", "program")
-        self.late_compiles = self._counter("compiles_after_warmup")
-        self.warm_up_time = self._counter("warmup_seconds", "kind")
-        self.warm = self._gauge("warm")
-        self.requests = self._counter("requests", "outcome")
-        self.store = self._counter("kv_store_events", "event")
-        self.pages = self._gauge("pages", "state")
-        self.block_size = self._gauge("block_size")
-        self.queue = self._gauge("requests_now", "state")
-        self.step_time = self._histogram("step_seconds")
-        self.host_time = self._histogram("step_host_seconds")
-        self.queue_time = self._histogram("queue_seconds")
-        self.first_token = self._histogram("time_to_first_token_seconds")
-        self.inter_token = self._histogram("inter_token_seconds")
-        self.end_to_end = self._histogram("request_seconds")
-
-    def _counter(self, name: str, *labels: str) -> Counter:
-        return Counter(_PREFIX + name, self._help(name), labels, registry=self.registry)
-
-    def _gauge(self, name: str, *labels: str) -> Gauge:
-        return Gauge(_PREFIX + name, self._help(name), labels, registry=self.registry)
-
-    def _histogram(self, name: str) -> Histogram:
-        return Histogram(_PREFIX + name, self._help(name), buckets=_SECONDS, registry=self.registry)
-
-    def _help(self, name: str) -> str:
-        return as_help(self._texts[name]).removesuffix(".")
+        self.steps = self.counter("steps")
+        self.failed_steps = self.counter("failed_steps")
+        self.non_finite = self.counter("non_finite_requests")
+        self.tokens = self.counter("tokens", "kind")
+        self.scored = self.counter("score_rows", "algorithm")
+        self.padding = self.counter("padding_rows")
+        self.prompt_tokens = self.counter("prompt_tokens", "part")
+        self.cached_tokens = self.counter("cached_tokens", "part")
+        self.evictions = self.counter("evictions")
+        self.preemptions = self.counter("preemptions")
+        self.compiles = self.counter("compiles", "program")
+        self.late_compiles = self.counter("compiles_after_warmup")
+        self.warm_up_time = self.counter("warmup_seconds", "kind")
+        self.warm = self.gauge("warm")
+        self.requests = self.counter("requests", "outcome")
+        self.store = self.counter("kv_store_events", "event")
+        self.pages = self.gauge("pages", "state")
+        self.block_size = self.gauge("block_size")
+        self.queue = self.gauge("requests_now", "state")
+        self.step_time = self.histogram("step_seconds")
+        self.host_time = self.histogram("step_host_seconds")
+        self.queue_time = self.histogram("queue_seconds")
+        self.first_token = self.histogram("time_to_first_token_seconds")
+        self.inter_token = self.histogram("inter_token_seconds")
+        self.end_to_end = self.histogram("request_seconds")
 
     def count_end(self, request: Request, outcome: str) -> None:
         """Count a request that has ended."""

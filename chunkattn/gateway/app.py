@@ -19,7 +19,7 @@ from chunkattn.gateway.metrics import GatewayMetrics, merge
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.relay import Relay
-from chunkattn.gateway.replica_keeper import answer_of
+from chunkattn.gateway.replica_answer import answer_of
 from chunkattn.gateway.replica_metrics import ReplicaMetrics
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.text_measure import TextMeasure

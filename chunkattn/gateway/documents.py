@@ -82,7 +82,7 @@ class GatewayDocuments:
 
     def note(self, authorization: str) -> None:
         """Remember the Authorization header of a request whose owner has documents."""
-        self.keeper.note(self.keeper.owner_of(authorization), authorization)
+        self.keeper.headers.note(authorization)
 
     def added_bytes(self, path: str, body: Any, authorization: str = "") -> int:
         """Return the bytes of the contents that `resolve` puts into a body. May run in a thread."""
@@ -104,7 +104,7 @@ class GatewayDocuments:
         return with_texts(path, body, self._finder(path, body, authorization)) if isinstance(body, Mapping) else body
 
     def _finder(self, path: str, body: Mapping[str, Any], authorization: str) -> Find:
-        scope = Scope(self.keeper.owner_of(authorization), salt_of(path, body))
+        scope = Scope(self.keeper.headers.owner_of(authorization), salt_of(path, body))
         return lambda name, place: self.registry.get(scope, name, place)
 
 

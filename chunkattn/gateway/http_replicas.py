@@ -191,9 +191,9 @@ class HttpReplicas:
             complete = True
             yield {"type": "http.response.body", "body": b"", "more_body": False}
         except aiohttp.ClientConnectorError as error:
-            raise NotSentError(_told(name, error)) from error
+            raise NotSentError(_described(name, error)) from error
         except _ERRORS as error:
-            raise ReplicaGoneError(_told(name, error)) from error
+            raise ReplicaGoneError(_described(name, error)) from error
         finally:
             self._running[name].discard(running)
             if not self._running[name]:
@@ -304,7 +304,7 @@ class HttpReplicas:
         except KeyError:
             raise ReplicaGoneError(f"{name} is no replica any more") from None
         except _ERRORS as error:
-            raise ReplicaGoneError(_told(name, error)) from error
+            raise ReplicaGoneError(_described(name, error)) from error
 
     # Host names
 
@@ -365,7 +365,7 @@ def _check_status(name: str, status: int) -> None:
         raise BadStatusError(f"the replica {name} answers with status {status}, which ends no request; 200 to 599 do")
 
 
-def _told(name: str, error: BaseException) -> str:
+def _described(name: str, error: BaseException) -> str:
     return f"{name}: {type(error).__name__}"
 
 
@@ -376,12 +376,12 @@ def _read_report(body: bytes) -> tuple[Report, int]:
         ReplicaGoneError: it is malformed.
     """
     try:
-        told = msgspec.json.decode(body)
-        held = {int(key): int(size) for key, size in told.get("held") or ()}
-        capacity = None if told.get("capacity") is None else int(told["capacity"])
-        ready, responsive = bool(told["ready"]), bool(told.get("responsive", True))
-        report = Report(str(told["generation"]), ready, capacity, held, responsive)
-        return report, int(told.get("version", 0))
+        fields = msgspec.json.decode(body)
+        held = {int(key): int(size) for key, size in fields.get("held") or ()}
+        capacity = None if fields.get("capacity") is None else int(fields["capacity"])
+        ready, responsive = bool(fields["ready"]), bool(fields.get("responsive", True))
+        report = Report(str(fields["generation"]), ready, capacity, held, responsive)
+        return report, int(fields.get("version", 0))
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None
 

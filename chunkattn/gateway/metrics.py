@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry
+
+from chunkattn.described_metrics import DescribedMetrics
 
 _QUOTED = r'"(?:[^"\\]|\\.)*"'
 _SAMPLE = re.compile(
@@ -17,31 +19,39 @@ _LABEL = re.compile(rf"(\w+)[ \t]*=[ \t]*({_QUOTED})", re.ASCII)
 _SECONDS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03)
 
 
-class GatewayMetrics:
+class GatewayMetrics(DescribedMetrics):
     """Metrics of the gateway's own work.
 
     Args:
         registry: registry of the process.
+
+    Metrics:
+        sent: requests sent to a replica, tries included.
+        retries: tries that another replica took over.
+        waiting_requests: requests that wait for a replica to take requests.
+        cut: answers that a replica did not finish.
+        asked_bytes: bytes of text of the pieces of requests.
+        missing_bytes: bytes of them that the chosen replica was expected not to hold.
+        decision_seconds: time to choose a replica.
+        ready: 1 if the replica takes requests.
+        queued_bytes: bytes of text queued at a replica.
+        recorded_pieces: pieces that a replica is expected to hold.
+        bytes_per_token: bytes of text per token of KV cache.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        prefix = "chunkattn_gateway_"
-        of = ["replica"]
-        self.sent = Counter(prefix + "sent", "Requests sent to a replica, tries included", of, registry=registry)
-        self.retries = Counter(prefix + "retries", "Tries that another replica took over", ["reason"], registry=registry)
-        self.waiting = Gauge(
-            prefix + "waiting_requests", "Requests that wait for a replica to take requests", registry=registry
-        )
-        self.cut = Counter(prefix + "cut", "Answers that a replica did not finish", registry=registry)
-        self.asked = Counter(prefix + "asked_bytes", "Bytes of text of the pieces of requests", registry=registry)
-        self.missing = Counter(
-            prefix + "missing_bytes", "Bytes of them that the chosen replica was expected not to hold", registry=registry
-        )
-        self.decision = Histogram(prefix + "decision_seconds", "Time to choose a replica", buckets=_SECONDS, registry=registry)
-        self.ready = Gauge(prefix + "ready", "1 if the replica takes requests", of, registry=registry)
-        self.queued = Gauge(prefix + "queued_bytes", "Bytes of text queued at a replica", of, registry=registry)
-        self.pieces = Gauge(prefix + "recorded_pieces", "Pieces that a replica is expected to hold", of, registry=registry)
-        self.bytes_per_token = Gauge(prefix + "bytes_per_token", "Bytes of text per token of KV cache", registry=registry)
+        super().__init__("chunkattn_gateway_", _SECONDS, registry)
+        self.sent = self.counter("sent", "replica")
+        self.retries = self.counter("retries", "reason")
+        self.waiting = self.gauge("waiting_requests")
+        self.cut = self.counter("cut")
+        self.asked = self.counter("asked_bytes")
+        self.missing = self.counter("missing_bytes")
+        self.decision = self.histogram("decision_seconds")
+        self.ready = self.gauge("ready", "replica")
+        self.queued = self.gauge("queued_bytes", "replica")
+        self.pieces = self.gauge("recorded_pieces", "replica")
+        self.bytes_per_token = self.gauge("bytes_per_token")
 
 
 def merge(gateway_text: str, texts: Mapping[str, str]) -> str:

@@ -112,12 +112,12 @@ class Policy:
         """
         if not self._names:
             raise LookupError("there is no replica")
-        found = self._owners.get(key)
-        if found is None:
+        owner = self._owners.get(key)
+        if owner is None:
             if len(self._owners) >= _MOST_OWNERS:
                 self._owners.clear()
-            found = self._owners[key] = self._names[int(_weights(self._seeds, key).argmax())]
-        return found
+            owner = self._owners[key] = self._names[int(_weights(self._seeds, key).argmax())]
+        return owner
 
     # Requests
 

@@ -184,12 +184,12 @@ class Relay:
             began = time.perf_counter()
             name = self._policy.rank(keys, names)[0]
             self._metrics.decision.observe(time.perf_counter() - began)
-            now = tried.setdefault(name, _Tried())
-            if now.count:
+            attempts = tried.setdefault(name, _Tried())
+            if attempts.count:
                 began = time.monotonic()
-                await self._pause(min(pause_s(now.count - 1), max(left_s, 0.0)))
+                await self._pause(min(pause_s(attempts.count - 1), max(left_s, 0.0)))
                 left_s -= time.monotonic() - began
-            now.count, now.at = now.count + 1, float("inf")
+            attempts.count, attempts.at = attempts.count + 1, float("inf")
             others = left > 1 and bool(self._candidates(tried))
             elsewhere = {503: left_s > 0 or others, 429: others}
             left -= 1
@@ -217,9 +217,9 @@ class Relay:
                 if is_free := _code(refusal) in NOT_BEGUN:
                     self._watch.note_lost(name)
                 self._metrics.retries.labels(str(refusal[0]["status"])).inc()
-            now.at, now.begun = time.monotonic(), not is_free
+            attempts.at, attempts.begun = time.monotonic(), not is_free
             if is_free and left_s > 0:
-                left, left_s = left + 1, left_s - (now.at - began)
+                left, left_s = left + 1, left_s - (attempts.at - began)
         if refusal is not None:
             for message in refusal:
                 await send(message)

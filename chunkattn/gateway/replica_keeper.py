@@ -5,33 +5,32 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import re
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlencode
 from weakref import WeakKeyDictionary
 
 from fastapi import Request
 
+from chunkattn.documents.background import Background
 from chunkattn.documents.keeper import Kept
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Scope
 from chunkattn.documents.routes import DOCUMENTS, FORGET
 from chunkattn.fair_shares import FairShares
 from chunkattn.fair_threads import FairThreads
 from chunkattn.gateway.headers import outgoing_headers
+from chunkattn.gateway.owner_headers import OwnerHeaders
+from chunkattn.gateway.replica_answer import ReplicaAnswer, answer_of, refusal_of
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
-from chunkattn.gateway.retries import error_code, is_passing, retried
+from chunkattn.gateway.retries import is_passing, retried
 from chunkattn.schema.base import Body
 from chunkattn.schema.piece_keys import keys_of
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Keys
 from chunkattn.web.options import ServerConfig
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +39,11 @@ _CONCURRENT = 8
 _ENTRY_S = 5.0
 """Seconds that a replica has to tell whether it holds a document."""
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0)
-_MOST_OWED = 10_000
+_MOST_UNTOLD = 10_000
 """Documents about which a replica that cannot be reached is told later; the oldest go first."""
 _SHOWN_CHARS = 1024
 """Characters of a prefix that an entry shows while no replica can be asked."""
-_UNKNOWN_ROUTE = (404, 405)
 _TRY_ELSEWHERE = (429, 502, 503, 504)
-_AGAIN = {"Retry-After": "1"}
 
 
 class Owners(Protocol):
@@ -57,28 +54,6 @@ class Owners(Protocol):
 
     def forget(self, keys: Iterable[int]) -> None:
         """Drop keys from the record of every replica."""
-
-
-class ReplicaAnswer(NamedTuple):
-    """Whole answer of a replica.
-
-    Attributes:
-        status: HTTP status.
-        body: decoded JSON body; None for a body that is no JSON.
-    """
-
-    status: int
-    body: Any
-
-    @property
-    def is_unknown_route(self) -> bool:
-        """Return whether the replica has no such route, as vLLM's servers."""
-        return self.status in _UNKNOWN_ROUTE and error_code(self.body) not in ("document_not_found", "model_not_found")
-
-    @property
-    def is_final(self) -> bool:
-        """Return whether the replica needs no further request of the same kind."""
-        return self.status < 500 and self.status != 429
 
 
 class Place(NamedTuple):
@@ -99,9 +74,6 @@ class ReplicaKeeper:
     A document is stored at the rendezvous owner of its routing key, under an id that is unique over all clients. A replica that
     cannot be reached when a document changes is told when it can be reached again.
 
-    Requests to replicas carry the Authorization header of the documents' owner, which is kept in memory alone. After a restart
-    of the gateway, the documents of an owner wait for the owner's first request.
-
     Args:
         replicas: the replicas.
         policy: routing policy.
@@ -112,6 +84,7 @@ class ReplicaKeeper:
 
     Attributes:
         takes: function that returns whether a replica takes requests.
+        headers: Authorization headers of the documents' owners, which requests to replicas carry.
     """
 
     def __init__(
@@ -123,18 +96,17 @@ class ReplicaKeeper:
         keys: Keys,
         patience_s: float,
     ) -> None:
-        self._replicas, self._policy, self._records, self._keys = replicas, policy, records, keys
+        self._replicas, self._policy, self._records = replicas, policy, records
         self._timeout_s, self._patience_s = config.request_timeout_s, patience_s
         self.threads = FairThreads(1)
         self.takes: Callable[[str], bool] = lambda name: True
-        self._headers: dict[str, bytes] = {}  # Authorization headers by owner
-        self._coming: Counter[str | None] = Counter()  # calls of `store` under way, by owner
         self._places: dict[str, Place] = {}  # by remote id
-        self._owed: dict[str, dict[DocumentRecord, None]] = {}  # documents about which a replica is told later
+        self._untold: dict[str, dict[DocumentRecord, None]] = {}  # documents about which a replica is told later
         self._routing_keys: WeakKeyDictionary[DocumentRecord, int] = WeakKeyDictionary()
         self._turns: dict[str, FairShares] = {}  # by replica
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._background = Background()
         self._changed = asyncio.Event()
+        self.headers = OwnerHeaders(keys, records, self._changed.set)
 
     @property
     def is_ready(self) -> bool:
@@ -148,48 +120,10 @@ class ReplicaKeeper:
         """End the idle threads."""
         self.threads.close()
 
-    # Owners
-
-    def owner_of(self, authorization: str) -> str | None:
-        """Return the owner of a request's documents: the salt of a named key, or a digest of the header; None for neither."""
-        if self._keys.file is not None and (holder := self._keys.holder(authorization)) is not None:
-            return holder.salt
-        if not authorization:
-            return None
-        return blake2b(authorization.encode("latin-1", "replace"), digest_size=16, person=b"owner").hexdigest()
-
     def scope(self, request: Request, cache_salt: str | None) -> Scope:
         """Return the namespace of a client's document ids."""
         authorization = request.headers.get("authorization", "")
-        owner = self.owner_of(authorization)
-        self.note(owner, authorization, is_new=request.method == "POST")
-        return Scope(owner, cache_salt)
-
-    def note(self, owner: str | None, authorization: str, *, is_new: bool = False) -> None:
-        """Remember the header of an owner.
-
-        Args:
-            owner: the owner.
-            authorization: Authorization header of the owner's request.
-            is_new: whether the request may make an owner. Headers of clients without documents would fill the memory.
-        """
-        if owner is None or not (is_new or self._has_documents(owner)):
-            return
-        if owner not in self._headers:
-            self._changed.set()
-        self._headers[owner] = authorization.encode("latin-1", "replace")
-
-    def _has_documents(self, owner: str | None) -> bool:
-        return bool(self._records.count(owner)) or any(record.scope.owner == owner for record in self._records.owed)
-
-    def _drop_header(self, owner: str | None) -> None:
-        """Forget the header of an owner without documents."""
-        if owner is not None and not self._coming[owner] and not self._has_documents(owner):
-            self._headers.pop(owner, None)
-
-    def _header(self, record: DocumentRecord) -> bytes | None:
-        """Return the header for a document; b"" for none, None if it is not known yet."""
-        return b"" if record.scope.owner is None else self._headers.get(record.scope.owner)
+        return Scope(self.headers.note(authorization, is_new=request.method == "POST"), cache_salt)
 
     # Routing
 
@@ -204,7 +138,7 @@ class ReplicaKeeper:
     def _route(self, record: DocumentRecord) -> int:
         """Return the routing key of a document."""
         if (key := self._routing_keys.get(record)) is None:
-            header = self._header(record) or b""
+            header = self.headers.get(record) or b""
             pieces = keys_of(DOCUMENTS, self._body([record]), header.decode("latin-1")).pieces
             key = self._routing_keys[record] = pieces[-1][0] if pieces else 0
         return key
@@ -232,7 +166,7 @@ class ReplicaKeeper:
             path: path of the request.
             body: body of the request; without one, the salt is in the query.
         """
-        if (header := self._header(record)) is None:
+        if (header := self.headers.get(record)) is None:
             return None
         headers = [(b"authorization", header)] if header else []
         if body is None:
@@ -309,7 +243,7 @@ class ReplicaKeeper:
 
         answer = await retried(attempt, is_final, self._patience_s)
         if answer is None:
-            raise ApiError(503, "no replica can store the documents; try again", code="no_replica", **_AGAIN)
+            raise ApiError(503, "no replica can store the documents; try again", code="no_replica")
         return answer
 
     # Documents
@@ -317,11 +251,11 @@ class ReplicaKeeper:
     async def store(self, records: Sequence[DocumentRecord], *, priority: int, model: str | None) -> list[Kept]:
         """Store new documents at their owners, all or none, even if the caller is cancelled; they are then forgotten."""
         fields = {"priority": priority} | ({} if model is None else {"model": model})
-        storing = self._in_background(self._store(records, fields))
+        storing = self._background.start(self._store(records, fields))
         try:
             return await asyncio.shield(storing)
         except asyncio.CancelledError:
-            self._in_background(self._withdraw(storing, records))
+            self._background.start(self._withdraw(storing, records))
             raise
 
     async def _withdraw(self, storing: asyncio.Task[Any], records: Sequence[DocumentRecord]) -> None:
@@ -330,9 +264,8 @@ class ReplicaKeeper:
             await self.forget(records)
 
     async def _store(self, records: Sequence[DocumentRecord], fields: Mapping[str, Any]) -> list[Kept]:
-        owner, pin = records[0].scope.owner, records[0].pinned
-        self._coming[owner] += 1
-        try:
+        pin = records[0].pinned
+        with self.headers.storing(records[0].scope.owner):
             await self.threads.run(lambda: [self._route(record) for record in records])
             groups: dict[str | None, list[int]] = {}
             for number, record in enumerate(records):
@@ -350,16 +283,11 @@ class ReplicaKeeper:
                         record.num_bytes, prefix = entry.get("bytes"), entry.get("prefix", kept[number].prefix)
                         kept[number] = Kept(True, pin, prefix, bool(entry.get("was_cached")))
                 elif not answer.is_unknown_route:
-                    error = _refusal(answer, numbers)
+                    error = refusal_of(answer, numbers)
             if error is not None:
                 await self.forget([record for record in records if self._is_placed(record)])
                 raise error
-        except BaseException:
-            self._coming -= Counter([owner])
-            self._drop_header(owner)
-            raise
-        self._coming -= Counter([owner])
-        return kept
+            return kept
 
     def _is_placed(self, record: DocumentRecord) -> bool:
         """Return whether a replica stores a document."""
@@ -385,7 +313,7 @@ class ReplicaKeeper:
         """Pin a document at its owner."""
         answer = await self._patient_post([record], pin=True)
         if answer.status != 200 and not answer.is_unknown_route:
-            raise _refusal(answer, [0])
+            raise refusal_of(answer, [0])
         if self._records.get(record.scope, record.id) is not record:
             await self.forget([record])
 
@@ -409,15 +337,13 @@ class ReplicaKeeper:
         for record in records:
             self._settle(record)
         for owner in {record.scope.owner for record in records}:
-            self._drop_header(owner)
+            self.headers.drop(owner)
 
     def _is_orphan(self, record: DocumentRecord) -> bool:
         """Return whether no replica can be told about a document, because its owner's key was removed."""
-        owner = record.scope.owner
-        is_orphan = self._keys.file is not None and self._header(record) is None and owner not in self._keys.salts
-        if is_orphan:
+        if is_lost := self.headers.is_lost(record):
             logger.warning("the K/V of a removed document stays until evicted: its owner's API key is not known")
-        return is_orphan
+        return is_lost
 
     async def erase(self, request: Request, records: Sequence[DocumentRecord]) -> Any:
         """Have every replica forget contents, because copies may be anywhere. Return the answer of the first one."""
@@ -446,17 +372,17 @@ class ReplicaKeeper:
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.gather(*map(tell, await retried(known, bool, self._patience_s)))
         self._policy.forget([self._route(record) for record in records])
-        self._drop_header(records[0].scope.owner)
+        self.headers.drop(records[0].scope.owner)
         names = self._replicas.names()
         if missed := [n for n, answer in answers.items() if (n in names if answer is None else answer.status >= 500)]:
             text = f"replicas that cannot be reached may still hold the documents: {', '.join(missed)}; send the request again"
-            raise ApiError(503, text, code="engine_not_ready", **_AGAIN)
-        told = [answer for answer in answers.values() if answer is not None]
-        if not told:
-            raise ApiError(503, "there is no replica; try again", code="no_replica", **_AGAIN)
-        if refused := next((answer for answer in told if answer.status >= 400), None):
-            raise _refusal(refused, range(len(records)))
-        return told[0].body
+            raise ApiError(503, text, code="engine_not_ready")
+        final = [answer for answer in answers.values() if answer is not None]
+        if not final:
+            raise ApiError(503, "there is no replica; try again", code="no_replica")
+        if refused := next((answer for answer in final if answer.status >= 400), None):
+            raise refusal_of(refused, range(len(records)))
+        return final[0].body
 
     # What replicas miss
 
@@ -464,10 +390,10 @@ class ReplicaKeeper:
         """Tell a replica what has become of a document, now or when the replica can be reached. Return whether it knows."""
         is_told = await self._tell_now(name, record)
         if not is_told:
-            owed = self._owed.setdefault(name, {})
-            owed[record] = None
-            if len(owed) > _MOST_OWED:
-                del owed[oldest := next(iter(owed))]
+            untold = self._untold.setdefault(name, {})
+            untold[record] = None
+            if len(untold) > _MOST_UNTOLD:
+                del untold[oldest := next(iter(untold))]
                 self._settle(oldest)
             self._changed.set()
         return is_told
@@ -497,7 +423,7 @@ class ReplicaKeeper:
 
     def _settle(self, record: DocumentRecord) -> None:
         """Note which replicas still hold a removed document."""
-        self._records.settle(record, [name for name, owed in self._owed.items() if record in owed])
+        self._records.settle(record, [name for name, records in self._untold.items() if record in records])
 
     async def restore(self) -> None:
         """Take up what replicas have missed before the gateway was started."""
@@ -506,7 +432,7 @@ class ReplicaKeeper:
                 self._records.settle(record)
             else:
                 for name in names or self._replicas.names():
-                    self._owed.setdefault(name, {})[record] = None
+                    self._untold.setdefault(name, {})[record] = None
         self._changed.set()
 
     def lose(self, names: Collection[str]) -> None:
@@ -518,7 +444,7 @@ class ReplicaKeeper:
         """Return the pinned documents that are not at their owner, as far as their owners' headers are known."""
         records = []
         for record in self._records:
-            if record.pinned and record.is_live and self._header(record) is not None:
+            if record.pinned and record.is_live and self.headers.get(record) is not None:
                 owner, place = self.owner(record), self._places.get(remote_id(record))
                 if owner is None or place == (owner, record):
                     continue
@@ -534,7 +460,7 @@ class ReplicaKeeper:
             if not failures:
                 await self._changed.wait()
             self._changed.clear()
-            work = *map(self._pin_again, self._misplaced()), *map(self._pay, list(self._owed))
+            work = *map(self._pin_again, self._misplaced()), *map(self._catch_up, list(self._untold))
             failures = 0 if all(await asyncio.gather(*work)) else failures + 1
             if failures:
                 with suppress(TimeoutError):
@@ -560,24 +486,18 @@ class ReplicaKeeper:
         self._places[remote_id(record)] = Place(self.owner(record) or "", record)
         return True
 
-    async def _pay(self, name: str) -> bool:
+    async def _catch_up(self, name: str) -> bool:
         """Tell a replica what it has missed. Return whether it knows all that it can be told now."""
         if name not in self._replicas.names():
             return True
-        for record in list(self._owed[name]):
-            if self._header(record) is not None:
+        for record in list(self._untold[name]):
+            if self.headers.get(record) is not None:
                 if not await self._tell_now(name, record):
                     return False
-                self._owed[name].pop(record, None)
+                self._untold[name].pop(record, None)
                 self._settle(record)
-                self._drop_header(record.scope.owner)
+                self.headers.drop(record.scope.owner)
         return True
-
-    def _in_background(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
 
 
 def remote_id(record: DocumentRecord) -> str:
@@ -591,32 +511,6 @@ def remote_id(record: DocumentRecord) -> str:
     return f"gw-{blake2b(place, digest_size=16).hexdigest()}"
 
 
-async def answer_of(replicas: Replicas, name: str, request: Outgoing, timeout_s: float) -> ReplicaAnswer:
-    """Return the whole answer of a replica.
-
-    Args:
-        replicas: the replicas.
-        name: name of the replica.
-        request: request to the replica.
-        timeout_s: time limit in seconds.
-
-    Raises:
-        ReplicaGoneError: the replica is gone, or has not answered in time.
-    """
-    status, body = 0, bytearray()
-    try:
-        async with asyncio.timeout(timeout_s), aclosing(replicas.send(name, request)) as messages:  # type: ignore[type-var]
-            async for message in messages:
-                status = message.get("status", status)
-                body += message.get("body", b"")
-    except TimeoutError:
-        raise ReplicaGoneError(f"replica {name} has not answered within {timeout_s:g} s") from None
-    try:
-        return ReplicaAnswer(status, json.loads(bytes(body) or b"null"))
-    except ValueError:
-        return ReplicaAnswer(status, None)
-
-
 def _salt(record: DocumentRecord) -> dict[str, str]:
     return {} if record.scope.cache_salt is None else {"cache_salt": record.scope.cache_salt}
 
@@ -625,22 +519,3 @@ def _beginning(record: DocumentRecord) -> str | None:
     """Return the beginning of a prefix of text."""
     content = record.prefix.content
     return content[:_SHOWN_CHARS] if isinstance(content, str) else None
-
-
-def _refusal(answer: ReplicaAnswer, numbers: Sequence[int]) -> ApiError:
-    """Return the refusal of a replica, whose text names documents by their places in the client's request.
-
-    Args:
-        answer: answer of the replica.
-        numbers: places of the documents of the request to the replica.
-    """
-
-    def place(match: re.Match[str]) -> str:
-        number = int(match[2])
-        return f"{match[1]}{numbers[number]}" if number < len(numbers) else match[0]
-
-    error = answer.body.get("error") if isinstance(answer.body, Mapping) else None
-    error = error if isinstance(error, Mapping) else {}
-    text = re.sub(r"\b(documents\.|document )(\d{1,9})\b", place, str(error.get("message", "a replica refuses the documents")))
-    headers = _AGAIN if answer.status in (429, 503) else {}
-    return ApiError(answer.status, text, param=error.get("param"), code=error.get("code"), **headers)

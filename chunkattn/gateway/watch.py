@@ -111,8 +111,8 @@ class Watch:
         states = self.states
         taking = [n for n, s in states.items() if s.is_ready]
         taking = taking or [n for n, s in states.items() if not s.down and s.report is not None and s.report.ready]
-        found = list(filter(may, taking))
-        return [name for name in found if states[name].is_responsive] or found
+        names = list(filter(may, taking))
+        return [name for name in names if states[name].is_responsive] or names
 
     async def until(self, find: Callable[[], T], timeout_s: float) -> T:
         """Return the first true result of a function that reads the states, or its last one.
@@ -123,13 +123,13 @@ class Watch:
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not (found := find()):
+                while not (result := find()):
                     if time.monotonic() - self._looked > _WAITING_S:
                         self._look()
                     with suppress(TimeoutError):
                         async with asyncio.timeout(_WAITING_S):
                             await self._news.wait()
-                return found
+                return result
         return find()
 
     def note_lost(self, name: str) -> None:

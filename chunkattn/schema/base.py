@@ -23,24 +23,24 @@ from chunkattn.parsers.arguments import chat_options
 from chunkattn.web.errors import UNKNOWN_FIELD, ApiError, renamed
 
 E = TypeVar("E", bound=ChunkAttnError | ApiError)
+T = TypeVar("T")
 
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
-TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
-"""Validation of a list stops at its first wrong entry: an error per entry of a long list would outgrow the body."""
+FastList = Annotated[list[T], Field(fail_fast=True)]
+"""List whose validation stops at the first wrong entry: an error per entry of a long list would outgrow the body."""
+TokenIds = FastList[int]
+Texts = FastList[str]
+TokenLists = FastList[TokenIds]
 
 CacheSalt = Annotated[
     Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None,
     Field(description="Salt of the cache; only requests of the same salt share cached K/V."),
 ]
-StopTexts = Annotated[
-    list[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(fail_fast=True, max_length=MAX_STOP_STRINGS)
-]
-StopIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)]
-LabelTexts = Annotated[list[str], Field(fail_fast=True, max_length=MAX_LABELS)]
-LabelIds = Annotated[list[int], Field(fail_fast=True, max_length=MAX_LABELS)]
-LabelTextLists = Annotated[list[LabelTexts], Field(fail_fast=True)]
-LabelIdLists = Annotated[list[LabelIds], Field(fail_fast=True)]
+StopTexts = Annotated[FastList[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOP_STRINGS)]
+StopIds = Annotated[FastList[int], Field(max_length=MAX_STOP_TOKEN_IDS)]
+LabelTexts = Annotated[FastList[str], Field(max_length=MAX_LABELS)]
+LabelIds = Annotated[FastList[int], Field(max_length=MAX_LABELS)]
+LabelTextLists = FastList[LabelTexts]
+LabelIdLists = FastList[LabelIds]
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
 _RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
@@ -49,9 +49,12 @@ _RESERVED |= {"focus", "sanitize_control_tokens", "template_options", "tokenizer
 
 
 class Entry(BaseModel):
-    """Entry of a long list, validated without Python code per entry. Unknown names are errors."""
+    """Entry of a long list, validated without Python code per entry. Unknown names are errors.
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    The text below a field describes it in the OpenAPI document and in the reference.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True)
 
 
 class Strict(Entry):
@@ -62,12 +65,12 @@ class Strict(Entry):
     def _prepare(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        given = {name: value for name, value in body.items() if value is not None}
-        for name in given:
+        present = {name: value for name, value in body.items() if value is not None}
+        for name in present:
             if name not in cls.model_fields:
                 shown = str(name).encode("utf-8", "replace").decode()  # pydantic's context takes no lone surrogate
                 raise PydanticCustomError(UNKNOWN_FIELD, "{name} is not supported by this server", {"name": shown})
-        return given
+        return present
 
 
 def check_template_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -92,8 +95,10 @@ TemplateOptions = Annotated[dict[str, Any], AfterValidator(check_template_option
 class Body(Strict):
     """Fields of every request body."""
 
-    model: Annotated[str | None, Field(description="Name of the served model; optional.")] = None
-    user: Annotated[str | None, Field(description="Accepted for compatibility; has no effect.")] = None
+    model: str | None = None
+    """Name of the served model; optional."""
+    user: str | None = None
+    """Accepted for compatibility; has no effect."""
 
     fields_of: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Fields that may hold an argument of the engine's call under another name; errors name the first that the client sent."""
@@ -143,15 +148,12 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 class Rendered(Body):
     """Fields that decide how a chat template renders messages."""
 
-    add_generation_prompt: Annotated[
-        bool | None, Field(description="End the prompt with the beginning of an answer; by default unless a message goes on.")
-    ] = None
-    continue_final_message: Annotated[
-        bool, Field(description="End the prompt with the content of the last message, which the model continues.")
-    ] = False
-    reasoning_effort: Annotated[
-        ReasoningEffort | None, Field(description="Variable of the chat template; templates that do not read it ignore it.")
-    ] = None
+    add_generation_prompt: bool | None = None
+    """End the prompt with the beginning of an answer; by default unless a message goes on."""
+    continue_final_message: bool = False
+    """End the prompt with the content of the last message, which the model continues."""
+    reasoning_effort: ReasoningEffort | None = None
+    """Variable of the chat template; templates that do not read it ignore it."""
     chat_template_kwargs: TemplateOptions
 
     @model_validator(mode="after")
@@ -180,9 +182,12 @@ _MAX_ID_DIGITS = 12
 class StreamOptions(Strict):
     """Options of a stream."""
 
-    include_usage: Annotated[bool, Field(description="Send a last event without choices that holds the usage.")] = False
-    continuous_usage_stats: Annotated[bool, Field(description="Include the usage so far in every event.")] = False
-    include_obfuscation: Annotated[bool, Field(description="No effect: events carry no obfuscation.")] = False
+    include_usage: bool = False
+    """Send a last event without choices that holds the usage."""
+    continuous_usage_stats: bool = False
+    """Include the usage so far in every event."""
+    include_obfuscation: bool = False
+    """No effect: events carry no obfuscation."""
 
 
 class Sampling(Body):
@@ -204,15 +209,17 @@ class Sampling(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per prompt token.")] = None
+    prompt_logprobs: int | None = None
+    """Number of likeliest tokens to report per prompt token."""
     stream: bool = False
     stream_options: StreamOptions | None = None
     cache_salt: CacheSalt = None
-    return_tokens_as_token_ids: Annotated[
-        bool, Field(description="Name the tokens of log-probabilities `token_id:N` instead of by their texts.")
-    ] = False
-    priority: Annotated[int, Field(description="Requests of lower priority values are scheduled first.")] = 0
-    return_chunk_usage: Annotated[bool, Field(description="Report the cached tokens of every chunk in the usage.")] = False
+    return_tokens_as_token_ids: bool = False
+    """Name the tokens of log-probabilities `token_id:N` instead of by their texts."""
+    priority: int = 0
+    """Requests of lower priority values are scheduled first."""
+    return_chunk_usage: bool = False
+    """Report the cached tokens of every chunk in the usage."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Sampling:
@@ -244,9 +251,11 @@ class Sampling(Body):
         bias: dict[Any, float] = {
             int(k) if k.isdecimal() and len(k) < _MAX_ID_DIGITS else k: v for k, v in self.logit_bias.items()
         }
-        given = {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in Sampling.model_fields}
-        given |= {name: value for name, value in defaults.items() if name in given and name not in self.model_fields_set}
-        given |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
+        arguments = {f.name: getattr(self, f.name) for f in fields(SamplingParams) if f.name in Sampling.model_fields}
+        arguments |= {
+            name: value for name, value in defaults.items() if name in arguments and name not in self.model_fields_set
+        }
+        arguments |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
         if self.prompt_logprobs is None:
-            given["prompt_logprobs"] = prompt_logprobs
-        return SamplingParams(**given)
+            arguments["prompt_logprobs"] = prompt_logprobs
+        return SamplingParams(**arguments)

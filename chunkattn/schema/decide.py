@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, Discriminator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from chunkattn.calls.decide import DecideOptions
 from chunkattn.decisions import DecisionOutput, Question
@@ -22,18 +21,14 @@ from chunkattn.web.errors import UNSUPPORTED_KIND
 class DecideBody(Body):
     """Fields of both routes that the routes' own SDKs do not have: options of `LLM.decide`."""
 
-    system: Annotated[str | None, Field(description="Content of a system message before the state.")] = None
-    method: Annotated[Literal["letters", "likelihood", "separate"], Field(description="How options become prompts.")] = (
-        "letters"
-    )
-    calibrate: Annotated[
-        bool | Literal["fitted"],
-        Field(description='Divide the probability of each label by its probability behind the state "N/A"; or use a fit.'),
-    ] = False
-    documents: Annotated[
-        PromptDocuments | None,
-        Field(description='Chunks before the state: texts, token ids, objects with a text, or `{"id"}` of a stored document.'),
-    ] = None
+    system: str | None = None
+    """Content of a system message before the state."""
+    method: Literal["letters", "likelihood", "separate"] = "letters"
+    """Method by which options become prompts."""
+    calibrate: bool | Literal["fitted"] = False
+    """Divide the probability of each label by its probability behind the state "N/A"; or use a fit."""
+    documents: PromptDocuments | None = None
+    """Chunks before the state: texts, token ids, objects with a text, or `{"id"}` of a stored document."""
     cache_salt: CacheSalt = None
     priority: int = 0
     chat_template_kwargs: TemplateOptions
@@ -88,10 +83,10 @@ class DecideBody(Body):
 
     def own_error(self, error: E) -> E:
         """Return an error of `LLM.decide` under the request's own names."""
-        own = super().own_error(error)
-        if isinstance(own, RequestError):
-            own = type(own)(own.message, param=own.param, part=own.part and self.part(own.part))
-        return own
+        renamed = super().own_error(error)
+        if isinstance(renamed, RequestError):
+            renamed = type(renamed)(renamed.message, param=renamed.param, part=renamed.part and self.part(renamed.part))
+        return renamed
 
 
 def usage_of(usage: ScoreUsage) -> dict[str, Any]:
@@ -117,46 +112,39 @@ def compact(value: Any) -> str:
     return text
 
 
-@dataclass(frozen=True)
 class Kinds:
-    """Objects of several models, told apart by a text in them. `check` goes before the union of models, `tag` into it.
+    """Annotation of a union of models that a text in the object tells apart: its `type`, or the `role` of a message.
 
-    Attributes:
-        models: model of each text.
-        field: function that returns the name of the field that holds an object's text, and the text.
+    The literals of the models' fields `type` and `role` name them. The error for another text names the text.
     """
 
-    models: Mapping[str, type[BaseModel]]
-    field: Callable[[dict[str, Any]], tuple[str, Any]]
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of the union."""
+        models: tuple[type[BaseModel], ...] = get_args(source) or (source,)
+        names: dict[str, str] = {}
+        for model in models:
+            field = model.model_fields.get("role", model.model_fields["type"])
+            names |= dict.fromkeys(get_args(field.annotation), model.__name__)
+        has_messages = any("role" in model.model_fields for model in models)
 
-    def check(self, value: Any) -> Any:
-        """Check that an object has a model.
+        def text_of(value: dict[str, Any]) -> tuple[str, Any]:
+            """Return the name of the field that tells the models apart, and its value."""
+            kind = value.get("type")
+            return ("role", value.get("role")) if has_messages and kind in (None, "message") else ("type", kind)
 
-        Raises:
-            PydanticCustomError: there is no model; the error names the text.
-        """
-        if not isinstance(value, dict):
-            raise PydanticCustomError("dict_type", "Input should be an object")
-        name, kind = self.field(value)
-        if not isinstance(kind, str):
-            fault = "is missing" if kind is None else "should be a text"
-            raise PydanticCustomError("kind", "{name} {fault}", {"name": name, "fault": fault})
-        if kind not in self.models:
-            shown = repr(kind[:80].encode("utf-8", "replace").decode())
-            text = "{name} {kind} is not supported by this server"
-            raise PydanticCustomError(UNSUPPORTED_KIND, text, {"name": name, "kind": shown})
-        return value
+        def check(value: Any) -> Any:
+            if not isinstance(value, dict):
+                raise PydanticCustomError("dict_type", "Input should be an object")
+            name, kind = text_of(value)
+            if not isinstance(kind, str):
+                fault = "is missing" if kind is None else "should be a text"
+                raise PydanticCustomError("kind", "{name} {fault}", {"name": name, "fault": fault})
+            if kind not in names:
+                shown = repr(kind[:80].encode("utf-8", "replace").decode())
+                text = "{name} {kind} is not supported by this server"
+                raise PydanticCustomError(UNSUPPORTED_KIND, text, {"name": name, "kind": shown})
+            return value
 
-    def tag(self, value: Any) -> str:
-        """Return the tag of an object's model: the name of its class."""
-        return self.models[self.field(value)[1]].__name__
-
-    @property
-    def discriminator(self) -> Discriminator:
-        """Return the discriminator of the union of the models."""
-        return Discriminator(self.tag)
-
-
-def by_type(value: dict[str, Any]) -> tuple[str, Any]:
-    """Return the field `type` of an object; see `Kinds.field`."""
-    return "type", value.get("type")
+        choices = {model.__name__: handler.generate_schema(model) for model in models}
+        union = core_schema.tagged_union_schema(choices, lambda value: names[text_of(value)[1]])
+        return core_schema.no_info_before_validator_function(check, union if len(models) > 1 else handler(source))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, StrictBool, StrictStr, Tag, model_validator
+from pydantic import Field, StrictBool, StrictStr, model_validator
 
 from chunkattn.calls.decide_questions import MAX_OPTIONS
 from chunkattn.calls.decide_states import read_state
@@ -21,8 +21,8 @@ from chunkattn.decisions import (
     Rating,
 )
 from chunkattn.schema.accepted import ShortText, no_effect
-from chunkattn.schema.base import CacheSalt, Entry
-from chunkattn.schema.decide import DecideBody, Kinds, by_type, compact, usage_of
+from chunkattn.schema.base import CacheSalt, Entry, FastList
+from chunkattn.schema.decide import DecideBody, Kinds, compact, usage_of
 from chunkattn.schema.generation import MAX_MESSAGES
 from chunkattn.schema.parts import state_message
 
@@ -84,21 +84,9 @@ class SaidRefusal(Entry):
     refusal: str
 
 
-_PARTS = Kinds({"input_text": InputText, "input_json": InputJson}, by_type)
-_TEXTS = Kinds({"input_text": InputText}, by_type)
-_SAID = Kinds({"output_text": OutputText, "refusal": SaidRefusal}, by_type)
-
-Part = Annotated[
-    Annotated[InputText, Tag("InputText")] | Annotated[InputJson, Tag("InputJson")],
-    _PARTS.discriminator,
-    BeforeValidator(_PARTS.check),
-]
-TextPart = Annotated[InputText, BeforeValidator(_TEXTS.check)]
-SaidPart = Annotated[
-    Annotated[OutputText, Tag("OutputText")] | Annotated[SaidRefusal, Tag("SaidRefusal")],
-    _SAID.discriminator,
-    BeforeValidator(_SAID.check),
-]
+Part = Annotated[InputText | InputJson, Kinds()]
+TextPart = Annotated[InputText, Kinds()]
+SaidPart = Annotated[OutputText | SaidRefusal, Kinds()]
 
 
 class UserMessage(Entry):
@@ -106,7 +94,7 @@ class UserMessage(Entry):
 
     type: Literal["message"] = "message"
     role: Literal["user"]
-    content: str | Annotated[list[Part], Field(fail_fast=True)]
+    content: str | FastList[Part]
 
 
 class InstructionMessage(Entry):
@@ -114,7 +102,7 @@ class InstructionMessage(Entry):
 
     type: Literal["message"] = "message"
     role: Literal["developer", "system"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: str | FastList[TextPart]
 
 
 class AssistantMessage(Entry):
@@ -122,7 +110,7 @@ class AssistantMessage(Entry):
 
     type: Literal["message"] = "message"
     role: Literal["assistant"]
-    content: str | Annotated[list[SaidPart], Field(fail_fast=True)]
+    content: str | FastList[SaidPart]
     phase: Literal["commentary", "final_answer"] | None = None
 
 
@@ -156,36 +144,12 @@ class CallOutput(_Called):
     """Output of a function or of a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
-    output: str | Annotated[list[TextPart], Field(fail_fast=True)]
+    output: str | FastList[TextPart]
 
 
-def _by_type_and_role(value: dict[str, Any]) -> tuple[str, Any]:
-    kind = value.get("type")
-    return ("role", value.get("role")) if kind in (None, "message") else ("type", kind)
-
-
-_ITEMS = Kinds(
-    {
-        "user": UserMessage,
-        "developer": InstructionMessage,
-        "system": InstructionMessage,
-        "assistant": AssistantMessage,
-        "function_call": FunctionCall,
-        "function_call_output": CallOutput,
-        "custom_tool_call": CustomCall,
-        "custom_tool_call_output": CallOutput,
-    },
-    _by_type_and_role,
-)
 Item = Annotated[
-    Annotated[UserMessage, Tag("UserMessage")]
-    | Annotated[InstructionMessage, Tag("InstructionMessage")]
-    | Annotated[AssistantMessage, Tag("AssistantMessage")]
-    | Annotated[FunctionCall, Tag("FunctionCall")]
-    | Annotated[CustomCall, Tag("CustomCall")]
-    | Annotated[CallOutput, Tag("CallOutput")],
-    _ITEMS.discriminator,
-    BeforeValidator(_ITEMS.check),
+    UserMessage | InstructionMessage | AssistantMessage | FunctionCall | CustomCall | CallOutput,
+    Kinds(),
 ]
 
 
@@ -196,7 +160,7 @@ class _Asked(Entry):
     """Fields of every question."""
 
     name: str | None = None
-    instructions: str | Annotated[list[Part], Field(fail_fast=True)]
+    instructions: str | FastList[Part]
 
     @property
     def text(self) -> str:
@@ -228,7 +192,7 @@ class DecisionChoice(_Asked):
     """Choice of one option."""
 
     type: Literal["choice"]
-    choices: Annotated[list[DecisionOption], Field(fail_fast=True, max_length=MAX_OPTIONS)]
+    choices: Annotated[FastList[DecisionOption], Field(max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:
@@ -251,7 +215,7 @@ class DecisionScore(_Asked):
     """Rating on a scale of levels."""
 
     type: Literal["score"]
-    levels: Annotated[list[DecisionLevel], Field(fail_fast=True, max_length=MAX_OPTIONS)]
+    levels: Annotated[FastList[DecisionLevel], Field(max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:
@@ -263,27 +227,16 @@ class DecisionScore(_Asked):
         return Rating(self.text, [Level(level.label, level.description or None) for level in self.levels], self.name)
 
 
-_QUESTIONS = Kinds({"predicate": DecisionPredicate, "choice": DecisionChoice, "score": DecisionScore}, by_type)
-AskedQuestion = Annotated[
-    Annotated[DecisionPredicate, Tag("DecisionPredicate")]
-    | Annotated[DecisionChoice, Tag("DecisionChoice")]
-    | Annotated[DecisionScore, Tag("DecisionScore")],
-    _QUESTIONS.discriminator,
-    BeforeValidator(_QUESTIONS.check),
-]
+AskedQuestion = Annotated[DecisionPredicate | DecisionChoice | DecisionScore, Kinds()]
 
 
 class DecisionsBody(DecideBody):
     """Request body of `/v1/decisions`."""
 
-    input: Annotated[
-        str | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)],
-        Field(description="The state: a text, or messages, calls of tools and their outputs."),
-    ]
-    questions: Annotated[
-        list[AskedQuestion],
-        Field(fail_fast=True, min_length=1, max_length=MAX_QUESTIONS, description="Predicates, choices and scores."),
-    ]
+    input: str | Annotated[FastList[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    """The state: a text, or messages, calls of tools and their outputs."""
+    questions: Annotated[FastList[AskedQuestion], Field(min_length=1, max_length=MAX_QUESTIONS)]
+    """Predicates, choices and scores."""
     prompt_cache_key: Annotated[CacheSalt, Field(description="Another name of `cache_salt`.")] = None
     prompt_cache_options: Annotated[CacheOptions | None, no_effect("OpenAI's `mode` and `ttl`", _CACHING)] = None
     safety_identifier: Annotated[ShortText, no_effect("a text of up to 1024 characters", "requests are counted by API key")] = (
@@ -318,29 +271,31 @@ class DecisionsBody(DecideBody):
 
     def call(self) -> tuple[str, list[Question]]:
         """Return the state and the questions; see `DecideBody.call`."""
-        given = self.input if isinstance(self.input, str) else [state_message(item.model_dump()) for item in self.input]
-        return read_state(given), [question.question() for question in self.questions]
+        state = self.input if isinstance(self.input, str) else [state_message(item.model_dump()) for item in self.input]
+        return read_state(state), [question.question() for question in self.questions]
 
     def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
         """Return answers and usage; see `DecideBody.answer`."""
-        return {"answers": [_answer(own, min_mass) for own in output.answers], "usage": usage_of(output.usage)}
+        return {"answers": [_answer(answer, min_mass) for answer in output.answers], "usage": usage_of(output.usage)}
 
 
 def _answer(answer: Answer, min_mass: float) -> dict[str, Any]:
+    """Return an answer in OpenAI's format."""
+    result: dict[str, Any]
     name, mass = {"name": answer.name}, {"label_mass": answer.label_mass}
-    method = {} if isinstance(answer, PredicateAnswer) else {"method": answer.method}
     if answer.label_mass < min_mass:
-        return {"type": "refusal"} | name | mass
+        return {"type": "refusal", **name, **mass}
     if isinstance(answer, PredicateAnswer):
-        return {"type": "predicate"} | name | {"probability": answer.probability} | mass
+        return {"type": "predicate", **name, "probability": answer.probability, **mass}
+    shares: list[dict[str, Any]]
     if isinstance(answer, ChoiceAnswer):
-        shares: list[dict[str, Any]] = [{"value": v, "probability": p} for v, p in answer.probabilities.items()]
-        own: dict[str, Any] = {"choice": answer.choice, "confidence": answer.confidence, "probabilities": shares}
-        return {"type": "choice"} | name | own | mass | method
-    numbered = enumerate(answer.probabilities.items())
-    shares = [{"value": number, "label": label, "probability": p} for number, (label, p) in numbered]
-    own = {"score": answer.score, "confidence": answer.confidence, "probabilities": shares}
-    return {"type": "score"} | name | own | mass | method
+        result = {"type": "choice", **name, "choice": answer.choice}
+        shares = [{"value": value, "probability": p} for value, p in answer.probabilities.items()]
+    else:
+        result = {"type": "score", **name, "score": answer.score}
+        numbered = enumerate(answer.probabilities.items())
+        shares = [{"value": number, "label": label, "probability": p} for number, (label, p) in numbered]
+    return {**result, "confidence": answer.confidence, "probabilities": shares, **mass, "method": answer.method}
 
 
 def _check_json(data: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from chunkattn.schema.base import Body, CacheSalt, TemplateOptions, TokenIds
+from chunkattn.schema.base import Body, CacheSalt, FastList, TemplateOptions, TokenIds
 from chunkattn.schema.generation import Document, Messages
 
 _ID = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
@@ -26,15 +26,12 @@ Seconds = Annotated[float, AfterValidator(_check_ttl), Field(description="Second
 class _Parts(Body):
     """Documents after a prefix."""
 
-    prefix: Annotated[str | TokenIds, Field(description="Prefix of the prompts that will use the documents.")] = ""
-    messages: Annotated[
-        Messages | None,
-        Field(description="Messages before the first user message, for chats; instead of prefix. Empty for chats without any."),
-    ] = None
-    documents: Annotated[
-        list[str | TokenIds | Document],
-        Field(fail_fast=True, description="Texts, token ids, or objects with a text, and perhaps a title."),
-    ]
+    prefix: str | TokenIds = ""
+    """Prefix of the prompts that will use the documents."""
+    messages: Messages | None = None
+    """Messages before the first user message, for chats; instead of prefix. Empty for chats without any."""
+    documents: FastList[str | TokenIds | Document]
+    """Texts, token ids, or objects with a text, and perhaps a title."""
     cache_salt: CacheSalt = None
     chat_template_kwargs: TemplateOptions
 
@@ -69,9 +66,11 @@ class _Parts(Body):
 class CacheBody(_Parts):
     """Documents to compute ahead of use, after a prefix."""
 
-    pin: Annotated[bool, Field(description="Protect the documents' K/V from eviction.")] = False
+    pin: bool = False
+    """Protect the documents' K/V from eviction."""
     ttl_s: Seconds | None = None
-    priority: Annotated[int, Field(description="Lower values are scheduled first. The default is after generation.")] = 1
+    priority: int = 1
+    """Lower values are scheduled first. The default is after generation."""
 
 
 class ForgetBody(_Parts):
@@ -82,5 +81,6 @@ class ChangeBody(Body):
     """Changes to a stored document."""
 
     pinned: bool | None = None
-    ttl_s: Annotated[Seconds | Literal["never"] | None, Field(description="Lifetime in seconds from now, or 'never'.")] = None
+    ttl_s: Seconds | Literal["never"] | None = None
+    """Lifetime in seconds from now, or 'never'."""
     cache_salt: CacheSalt = None

@@ -18,7 +18,7 @@ from chunkattn.schema.accepted import (
     ShallowObject,
     no_effect,
 )
-from chunkattn.schema.base import Body, Entry, Rendered, Sampling, Strict, Texts, TokenIds, TokenLists
+from chunkattn.schema.base import Body, Entry, FastList, Rendered, Sampling, Strict, Texts, TokenIds, TokenLists
 from chunkattn.schema.parts import chat_message, titled
 from chunkattn.web.errors import ApiError
 
@@ -68,8 +68,8 @@ def named_documents(documents: Sequence[Any] | None) -> dict[int, str]:
     Args:
         documents: documents of a request.
     """
-    given = enumerate(documents or ())
-    return {number: d.id for number, d in given if isinstance(d, DocumentOrId) and d.text is None and d.id is not None}
+    numbered = enumerate(documents or ())
+    return {number: d.id for number, d in numbered if isinstance(d, DocumentOrId) and d.text is None and d.id is not None}
 
 
 def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any]:
@@ -79,11 +79,11 @@ def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any
         documents: documents of a request.
         stored: contents of the documents named by id, by their place.
     """
-    given = enumerate(documents)
-    return [stored[n] if n in stored else d.plain() if isinstance(d, DocumentOrId) else d for n, d in given]
+    numbered = enumerate(documents)
+    return [stored[n] if n in stored else d.plain() if isinstance(d, DocumentOrId) else d for n, d in numbered]
 
 
-PromptDocuments = Annotated[list[str | TokenIds | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
+PromptDocuments = Annotated[FastList[str | TokenIds | DocumentOrId], AfterValidator(check_documents)]
 
 
 Count = Annotated[int, Field(ge=1, description="Number of documents to choose.")]
@@ -93,11 +93,10 @@ class FocusOptions(Strict):
     """Choice among the documents by the question; see `chunkattn.Focus`."""
 
     top_n: Count
-    mode: Annotated[
-        Literal["reread", "only"],
-        Field(description="Repeat the chosen documents before the question, or leave the other documents out."),
-    ] = "only"
-    score: Annotated[str, Field(description="Score by which documents are chosen: likelihood or relevance.")] = "likelihood"
+    mode: Literal["reread", "only"] = "only"
+    """Repeat the chosen documents before the question, or leave the other documents out."""
+    score: str = "likelihood"
+    """Score by which documents are chosen: likelihood or relevance."""
 
 
 FocusField = Annotated[
@@ -106,15 +105,15 @@ FocusField = Annotated[
 ]
 
 
-def focus_of(given: int | FocusOptions | None) -> Focus | None:
+def focus_of(value: int | FocusOptions | None) -> Focus | None:
     """Return the focus of a request, or None without one. The engine checks the name of the score.
 
     Args:
-        given: value of the field `focus`.
+        value: value of the field `focus`.
     """
-    if given is None or isinstance(given, FocusOptions):
-        return None if given is None else Focus(given.top_n, given.mode, given.score)
-    return Focus(given)
+    if value is None or isinstance(value, FocusOptions):
+        return None if value is None else Focus(value.top_n, value.mode, value.score)
+    return Focus(value)
 
 
 class Chunks(Strict):
@@ -153,17 +152,14 @@ def prompts_of(prompt: str | Sequence[Any]) -> list[Prompt]:
 class PromptBody(Body):
     """Fields of a prompt: text, token ids, or parts."""
 
-    prompt: Annotated[
-        str | TokenIds | Texts | TokenLists,
-        Field(description="Text or token ids, or a list of either; split at the separator if chunk_aware."),
-    ] = ""
-    chunks: Annotated[Chunks | None, Field(description="The prompt in parts; instead of prompt.")] = None
-    chunk_aware: Annotated[
-        bool | None, Field(description="Split prompts at the separator; by default the engine's enable_chunk_aware.")
-    ] = None
-    add_special_tokens: Annotated[
-        bool, Field(description="Begin prompts given as text with the tokenizer's leading special tokens.")
-    ] = True
+    prompt: str | TokenIds | Texts | TokenLists = ""
+    """Text or token ids, or a list of either; split at the separator if chunk_aware."""
+    chunks: Chunks | None = None
+    """The prompt in parts; instead of prompt."""
+    chunk_aware: bool | None = None
+    """Split prompts at the separator; by default the engine's enable_chunk_aware."""
+    add_special_tokens: bool = True
+    """Begin prompts given as text with the tokenizer's leading special tokens."""
 
     @model_validator(mode="after")
     def _check_prompt(self) -> Self:
@@ -196,8 +192,10 @@ class CompletionBody(Sampling, PromptBody, CompletionNoEffect):
 
     focus: FocusField = None
     max_tokens: int = 16
-    echo: Annotated[bool, Field(description="Return the prompt before the text, with its log-probabilities if asked.")] = False
-    logprobs: Annotated[int | None, Field(description="Number of likeliest tokens to report per token.")] = None
+    echo: bool = False
+    """Return the prompt before the text, with its log-probabilities if asked."""
+    logprobs: int | None = None
+    """Number of likeliest tokens to report per token."""
 
     @model_validator(mode="after")
     def _check(self) -> CompletionBody:
@@ -245,11 +243,11 @@ class Message(MessageNoEffect):
     """Message of a conversation."""
 
     role: str
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: str | FastList[ContentPart] | None = None
     name: str | None = None
     type: Literal["text"] | None = None
     tool_call_id: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_TOOL_CALLS)] | None = None
+    tool_calls: Annotated[FastList[ToolCall], Field(max_length=MAX_TOOL_CALLS)] | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
 
@@ -268,7 +266,7 @@ class Message(MessageNoEffect):
         return chat_message(self.model_dump())
 
 
-Messages = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+Messages = Annotated[FastList[Message], Field(max_length=MAX_MESSAGES)]
 
 
 class TextFormat(Strict):
@@ -287,19 +285,16 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
     }
 
     messages: Messages
-    documents: Annotated[
-        PromptDocuments | None,
-        Field(description='Chunks of the prompt: texts, token ids, objects with a text, or `{"id"}` of a stored document.'),
-    ] = None
+    documents: PromptDocuments | None = None
+    """Chunks of the prompt: texts, token ids, objects with a text, or `{"id"}` of a stored document."""
     focus: FocusField = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
     response_format: TextFormat | None = None
-    echo: Annotated[
-        bool, Field(description="Begin the answer with the text of the last message, if that is an assistant's.")
-    ] = False
+    echo: bool = False
+    """Begin the answer with the text of the last message, if that is an assistant's."""
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:

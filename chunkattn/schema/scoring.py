@@ -14,6 +14,7 @@ from chunkattn.schema.base import (
     Body,
     CacheSalt,
     Entry,
+    FastList,
     LabelIdLists,
     LabelIds,
     LabelTextLists,
@@ -27,11 +28,11 @@ from chunkattn.schema.parts import fields_text, stored_id, titled
 from chunkattn.web.errors import ApiError
 
 OneOrMany = str | Texts
-PairDocuments = Annotated[list[str | DocumentOrId], Field(fail_fast=True), AfterValidator(check_documents)]
-ManyTexts = Annotated[list[Texts], Field(fail_fast=True)]
-ManyTokenLists = Annotated[list[TokenLists], Field(fail_fast=True)]
-ManyLabelTexts = Annotated[list[LabelTextLists], Field(fail_fast=True)]
-ManyLabelIds = Annotated[list[LabelIdLists], Field(fail_fast=True)]
+PairDocuments = Annotated[FastList[str | DocumentOrId], AfterValidator(check_documents)]
+ManyTexts = FastList[Texts]
+ManyTokenLists = FastList[TokenLists]
+ManyLabelTexts = FastList[LabelTextLists]
+ManyLabelIds = FastList[LabelIdLists]
 
 
 _PAIRWISE = ("instruction", "template", "max_tokens_per_doc", "truncate_prompt_tokens", "order")
@@ -53,18 +54,12 @@ class RelevanceBody(ScoringBody):
 
     instruction: str | None = None
     template: str | None = None
-    max_tokens_per_doc: Annotated[
-        int | None,
-        Field(description="Cut each document to this many tokens, or fewer where fewer fit; by default nothing is cut."),
-    ] = None
-    truncate_prompt_tokens: Annotated[
-        int | None,
-        Field(description="Cut each document so that query, template and document have this many tokens; -1 for what fits."),
-    ] = None
-    order: Annotated[
-        Literal["query_first", "document_first"] | None,
-        Field(description="`document_first` puts each document before the query and caches it; default `query_first`."),
-    ] = None
+    max_tokens_per_doc: int | None = None
+    """Cut each document to this many tokens, or fewer where fewer fit; by default nothing is cut."""
+    truncate_prompt_tokens: int | None = None
+    """Cut each document so that query, template and document have this many tokens; -1 for what fits."""
+    order: Literal["query_first", "document_first"] | None = None
+    """`document_first` puts each document before the query and caches it; default `query_first`."""
 
     def relevance(self) -> dict[str, Any]:
         """Return the arguments of `LLM.rerank` that say how documents are judged."""
@@ -93,35 +88,25 @@ class ScoreBody(RelevanceBody):
 
     fields_of: ClassVar = {"items": ("items", "packed_ids"), "labels": ("labels", "label_token_ids")}
 
-    query: Annotated[
-        str | TokenIds | Texts | TokenLists | None, Field(description="Text or token ids, or a list of either.")
-    ] = None
-    items: Annotated[
-        Texts | TokenLists | ManyTexts | ManyTokenLists | str | None,
-        Field(description="Texts or token ids, or one text. A list of queries may come with a list of items per query."),
-    ] = None
-    labels: Annotated[
-        LabelTexts | LabelTextLists | ManyLabelTexts | None,
-        Field(
-            description="Labels as texts of one token each; or label_token_ids. One list for all items, or one per item; for a "
-            "list of queries also such a list of lists per query."
-        ),
-    ] = None
-    label_token_ids: Annotated[
-        LabelIds | LabelIdLists | ManyLabelIds | None,
-        Field(description="Token ids of the labels, in the same forms; or labels."),
-    ] = None
+    query: str | TokenIds | Texts | TokenLists | None = None
+    """Text or token ids, or a list of either."""
+    items: Texts | TokenLists | ManyTexts | ManyTokenLists | str | None = None
+    """Texts or token ids, or one text. A list of queries may come with a list of items per query."""
+    labels: LabelTexts | LabelTextLists | ManyLabelTexts | None = None
+    """One token each; or label_token_ids. One list for all items, or one per item; for several queries also a list of these."""
+    label_token_ids: LabelIds | LabelIdLists | ManyLabelIds | None = None
+    """Token ids of the labels, in the same forms; or labels."""
     apply_softmax: bool = False
     item_first: bool = False
-    return_logprobs: Annotated[bool, Field(description="Return the labels' log-probabilities with the scores.")] = False
-    packed_ids: Annotated[TokenIds | None, Field(description="Query and items joined by delimiters; instead of both.")] = None
+    return_logprobs: bool = False
+    """Return the labels' log-probabilities with the scores."""
+    packed_ids: TokenIds | None = None
+    """Query and items joined by delimiters; instead of both."""
     text_1: OneOrMany | None = None
     text_2: OneOrMany | None = None
     queries: OneOrMany | None = None
-    documents: Annotated[
-        str | PairDocuments | None,
-        Field(description='Pairs: texts, or `{"id"}` of stored documents; another name of `text_2`.'),
-    ] = None
+    documents: str | PairDocuments | None = None
+    """Pairs: texts, or `{"id"}` of stored documents; another name of `text_2`."""
 
     @model_validator(mode="after")
     def _check(self) -> ScoreBody:
@@ -238,38 +223,46 @@ class RerankBody(RelevanceBody):
         "truncate_prompt_tokens": ("truncate_prompt_tokens", "truncation", "truncate"),
     }
 
-    query: Annotated[str | QueryText, Field(description='Text, or `{"text"}`.')]
-    documents: Annotated[
-        list[str | RerankDocument] | None,
-        Field(fail_fast=True, description='Texts, objects with a text, or `{"id"}` of stored documents.'),
-    ] = None
-    texts: Annotated[Texts | None, Field(description="Documents in TEI's form; instead of documents.")] = None
-    top_n: Annotated[int | None, Field(description="Number of documents to return, the best first; by default all.")] = None
-    top_k: Annotated[int | None, Field(description="Another name of `top_n`.")] = None
-    return_documents: Annotated[bool, Field(description="Return the documents with their scores.")] = False
-    return_text: Annotated[bool, Field(description="Return the texts with their scores; needs texts.")] = False
-    raw_scores: Annotated[bool, Field(description="Return log-odds, whose sigmoid is the relevance.")] = False
-    rank_fields: Annotated[
-        list[str] | None,
-        Field(min_length=1, max_length=64, description="Fields of document objects to rank by, in this order."),
-    ] = None
-    max_doc_length: Annotated[int | None, Field(ge=1, description="Another name of `max_tokens_per_doc`.")] = None
-    max_query_length: Annotated[
-        int | None, Field(ge=1, description="Limit on the tokens of the query. A longer query is an error; it is not cut.")
-    ] = None
-    truncation: Annotated[bool, Field(description="Cut each document to what fits; by default nothing is cut.")] = False
-    truncate: Annotated[bool, Field(description="Another name of `truncation`.")] = False
-    truncation_direction: Annotated[
-        Literal["right", "Right", "left", "Left"], Field(description="Documents are cut at the right, their end.")
-    ] = "right"
-    instruct: Annotated[str | None, Field(description="Another name of `instruction`.")] = None
-    max_chunks_per_doc: Annotated[int | None, Field(ge=1, description="Has no effect: a document is ranked whole.")] = None
-    overlap_tokens: Annotated[int | None, Field(ge=0, description="Has no effect, as `max_chunks_per_doc`.")] = None
-    chunk_overlap_tokens: Annotated[int | None, Field(ge=0, description="Another name of `overlap_tokens`.")] = None
-    return_len: Annotated[bool, Field(description="Has no effect: the answer always counts the tokens.")] = False
-    request_id: Annotated[
-        str | None, Field(min_length=1, max_length=128, description="Id of the answer; by default a new one.")
-    ] = None
+    query: str | QueryText
+    """Text, or `{"text"}`."""
+    documents: FastList[str | RerankDocument] | None = None
+    """Texts, objects with a text, or `{"id"}` of stored documents."""
+    texts: Texts | None = None
+    """Documents in TEI's form; instead of documents."""
+    top_n: int | None = None
+    """Number of documents to return, the best first; by default all."""
+    top_k: int | None = None
+    """Another name of `top_n`."""
+    return_documents: bool = False
+    """Return the documents with their scores."""
+    return_text: bool = False
+    """Return the texts with their scores; needs texts."""
+    raw_scores: bool = False
+    """Return log-odds, whose sigmoid is the relevance."""
+    rank_fields: Annotated[list[str] | None, Field(min_length=1, max_length=64)] = None
+    """Fields of document objects to rank by, in this order."""
+    max_doc_length: Annotated[int | None, Field(ge=1)] = None
+    """Another name of `max_tokens_per_doc`."""
+    max_query_length: Annotated[int | None, Field(ge=1)] = None
+    """Limit on the tokens of the query. A longer query is an error; it is not cut."""
+    truncation: bool = False
+    """Cut each document to what fits; by default nothing is cut."""
+    truncate: bool = False
+    """Another name of `truncation`."""
+    truncation_direction: Literal["right", "Right", "left", "Left"] = "right"
+    """Documents are cut at the right, their end."""
+    instruct: str | None = None
+    """Another name of `instruction`."""
+    max_chunks_per_doc: Annotated[int | None, Field(ge=1)] = None
+    """Has no effect: a document is ranked whole."""
+    overlap_tokens: Annotated[int | None, Field(ge=0)] = None
+    """Has no effect, as `max_chunks_per_doc`."""
+    chunk_overlap_tokens: Annotated[int | None, Field(ge=0)] = None
+    """Another name of `overlap_tokens`."""
+    return_len: bool = False
+    """Has no effect: the answer always counts the tokens."""
+    request_id: Annotated[str | None, Field(min_length=1, max_length=128)] = None
+    """Id of the answer; by default a new one."""
 
     @model_validator(mode="after")
     def _check(self) -> RerankBody:
@@ -300,7 +293,7 @@ class RerankBody(RelevanceBody):
             ApiError: 400, a document holds a lone surrogate.
         """
         name = "documents" if self.documents is not None else "texts"
-        for number, document in enumerate(self.given):
+        for number, document in enumerate(self.entries):
             try:
                 msgspec.json.encode(document if isinstance(document, str) else document.model_dump(exclude_unset=True))
             except ValueError:
@@ -313,7 +306,7 @@ class RerankBody(RelevanceBody):
         return self.query if isinstance(self.query, str) else self.query.text
 
     @property
-    def given(self) -> Sequence[str | RerankDocument]:
+    def entries(self) -> Sequence[str | RerankDocument]:
         """Return the documents as the request has them."""
         return self.documents if self.documents is not None else self.texts or []
 
@@ -321,8 +314,8 @@ class RerankBody(RelevanceBody):
         """Return the ids of the documents named by id, by their place."""
         if self.rank_fields is not None and "id" in self.rank_fields:
             return {}
-        given = ((n, d.stored_id) for n, d in enumerate(self.given) if isinstance(d, RerankDocument))
-        return {number: name for number, name in given if name is not None}
+        ids = ((n, d.stored_id) for n, d in enumerate(self.entries) if isinstance(d, RerankDocument))
+        return {number: name for number, name in ids if name is not None}
 
     def contents(self, stored: Mapping[int, Any]) -> list[Any]:
         """Return the text or the token ids of each document.
@@ -330,5 +323,5 @@ class RerankBody(RelevanceBody):
         Args:
             stored: texts or token ids of the documents named by id, by their place.
         """
-        given, names = self.given, self.rank_fields
-        return [stored[n] if n in stored else d if isinstance(d, str) else d.plain(names) for n, d in enumerate(given)]
+        entries, names = self.entries, self.rank_fields
+        return [stored[n] if n in stored else d if isinstance(d, str) else d.plain(names) for n, d in enumerate(entries)]

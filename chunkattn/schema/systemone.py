@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from chunkattn.calls.decide_questions import MAX_OPTIONS
 from chunkattn.calls.decide_states import read_state
@@ -22,8 +22,8 @@ from chunkattn.decisions import (
     RatingAnswer,
 )
 from chunkattn.errors import RequestError
-from chunkattn.schema.base import Entry
-from chunkattn.schema.decide import DecideBody, Kinds, by_type, compact, usage_of
+from chunkattn.schema.base import Entry, FastList
+from chunkattn.schema.decide import DecideBody, Kinds, compact, usage_of
 
 Content = str | dict[str, Any] | list[Any]
 """Text, or JSON that the model reads as compact text."""
@@ -89,8 +89,8 @@ class SystemOneChoice(Entry):
             (label,) = self.criteria
             return {"type": "choice", "choice": label, "confidence": _CERTAIN, "probabilities": {label: _CERTAIN}}
         assert isinstance(answer, ChoiceAnswer)
-        own = {"choice": answer.choice, "confidence": answer.confidence, "probabilities": answer.probabilities}
-        return {"type": "choice", **own, "label_mass": answer.label_mass, "method": answer.method}
+        fields = {"choice": answer.choice, "confidence": answer.confidence, "probabilities": answer.probabilities}
+        return {"type": "choice", **fields, "label_mass": answer.label_mass, "method": answer.method}
 
 
 class SystemOneScore(Entry):
@@ -98,7 +98,7 @@ class SystemOneScore(Entry):
 
     type: Literal["score"]
     instructions: Content | None = None
-    criteria: Annotated[list[Content], Field(fail_fast=True, min_length=1, max_length=MAX_OPTIONS)]
+    criteria: Annotated[FastList[Content], Field(min_length=1, max_length=MAX_OPTIONS)]
 
     @property
     def num_values(self) -> int:
@@ -118,27 +118,20 @@ class SystemOneScore(Entry):
             return {"type": "score", **certain}
         assert isinstance(answer, RatingAnswer)
         shares = {str(number): share for number, share in enumerate(answer.probabilities.values())}
-        own = {"score": answer.score, "confidence": answer.confidence, "legend": legend, "probabilities": shares}
-        return {"type": "score", **own, "label_mass": answer.label_mass, "method": answer.method}
+        fields = {"score": answer.score, "confidence": answer.confidence, "legend": legend, "probabilities": shares}
+        return {"type": "score", **fields, "label_mass": answer.label_mass, "method": answer.method}
 
 
-_QUESTIONS = Kinds({"noul": SystemOneNoul, "choice": SystemOneChoice, "score": SystemOneScore}, by_type)
-NamedQuestion = Annotated[
-    Annotated[SystemOneNoul, Tag("SystemOneNoul")]
-    | Annotated[SystemOneChoice, Tag("SystemOneChoice")]
-    | Annotated[SystemOneScore, Tag("SystemOneScore")],
-    _QUESTIONS.discriminator,
-    BeforeValidator(_QUESTIONS.check),
-]
+NamedQuestion = Annotated[SystemOneNoul | SystemOneChoice | SystemOneScore, Kinds()]
 
 
 class SystemOneBody(DecideBody):
     """Request body of `/v1/systemone`."""
 
-    state: Annotated[Content, Field(description="A text, a JSON object or array, or messages.")]
-    questions: Annotated[
-        dict[str, NamedQuestion], Field(min_length=1, description="Nouls, choices and scores by the names of their answers.")
-    ]
+    state: Content
+    """A text, a JSON object or array, or messages."""
+    questions: Annotated[dict[str, NamedQuestion], Field(min_length=1)]
+    """Nouls, choices and scores by the names of their answers."""
 
     @property
     def num_values(self) -> int:
@@ -148,25 +141,25 @@ class SystemOneBody(DecideBody):
     def call(self) -> tuple[str, list[Question]]:
         """Return the state and the questions that have several possible answers; see `DecideBody.call`."""
         questions = []
-        for name, own in self.questions.items():
+        for name, named in self.questions.items():
             try:
-                question = own.question()
+                question = named.question()
             except ValueError as error:
                 raise RequestError(f": {error}", param="questions", part=_shown(name)) from None
-            if _is_open(own):
+            if _is_open(named):
                 questions.append(question)
         return read_state(self.state), questions
 
     def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
         """Return answers and usage; see `DecideBody.answer`. This format has no refusals."""
         left = iter(output.answers)
-        answers = {name: own.answer(next(left) if _is_open(own) else None) for name, own in self.questions.items()}
+        answers = {name: q.answer(next(left) if _is_open(q) else None) for name, q in self.questions.items()}
         return {"answers": answers, "usage": usage_of(output.usage)}
 
     def part(self, part: str) -> str:
         """Return the name of a question that an error names by its number."""
         number = part.removeprefix("question ")
-        names = [name for name, own in self.questions.items() if _is_open(own)]
+        names = [name for name, question in self.questions.items() if _is_open(question)]
         return _shown(names[int(number)]) if number.isdecimal() and number != part else part
 
 

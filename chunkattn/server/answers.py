@@ -185,6 +185,29 @@ class Answer(ABC):
         """
         return {"id": self.id, "object": name, "created": self.created, "model": self.state.model_name}
 
+    def entry(
+        self,
+        index: int,
+        content: dict[str, Any],
+        logprobs: Any,
+        sample: CompletionOutput | None = None,
+        output: RequestOutput | None = None,
+    ) -> dict[str, Any]:
+        """Return a choice.
+
+        Args:
+            index: index of the choice.
+            content: fields with its text.
+            logprobs: log-probabilities of its tokens, or None.
+            sample: the sample; None before its first token.
+            output: output of the prompt for a finished sample, which may report the prompt's log-probabilities.
+        """
+        ends = {"finish_reason": sample and sample.finish_reason, "stop_reason": sample and sample.stop_reason}
+        choice = {"index": index, **content, "logprobs": logprobs, **ends}
+        if output is not None and self.options.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return choice
+
     def indexed(self, number: int, output: RequestOutput) -> Iterator[tuple[int, CompletionOutput]]:
         """Yield the samples of a prompt with their indices in the answer."""
         for sample in output.outputs:
@@ -265,7 +288,7 @@ class Completion(Answer):
             token_logprobs = self._logprobs(ids, entries, offsets)
         if self.body.echo:
             text = self._prompt_text(output) + text
-        return self._choice(index, text, token_logprobs, sample, output)
+        return self.entry(index, {"text": text}, token_logprobs, sample, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return a choice with the prompt under `echo`, or None."""
@@ -276,7 +299,7 @@ class Completion(Answer):
             offsets, end = self._prompt_offsets(output)
             tail.offsets = self._offsets(output, end)
             token_logprobs = self._logprobs(output.prompt_token_ids, output.prompt_logprobs or [], offsets)
-        return self._choice(index, self._prompt_text(output), token_logprobs)
+        return self.entry(index, {"text": self._prompt_text(output)}, token_logprobs)
 
     def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
         """Return a choice with what a sample has gained."""
@@ -284,26 +307,7 @@ class Completion(Answer):
         if new.logprobs is not None:
             tail.offsets = tail.offsets or self._offsets(output, 0)
             token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
-        return self._choice(index, new.text, token_logprobs, new)
-
-    def _choice(
-        self,
-        index: int,
-        text: str,
-        token_logprobs: Any,
-        sample: CompletionOutput | None = None,
-        output: RequestOutput | None = None,
-    ) -> dict[str, Any]:
-        made = {
-            "index": index,
-            "text": text,
-            "logprobs": token_logprobs,
-            "finish_reason": sample and sample.finish_reason,
-            "stop_reason": sample and sample.stop_reason,
-        }
-        if output is not None and self.body.prompt_logprobs is not None:
-            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        return made
+        return self.entry(index, {"text": new.text}, token_logprobs, new)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt
@@ -333,9 +337,9 @@ class Chat(Answer):
     def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
         super().__init__(body, state, caller)
         self.body, self.documents = body, body.chunks(self.contents)
-        wanted = (body.top_logprobs or 0) if body.logprobs else None
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(
-            state.llm.frontend.sampling_defaults, max_tokens=body.argument("max_tokens"), logprobs=wanted
+            state.llm.frontend.sampling_defaults, max_tokens=body.argument("max_tokens"), logprobs=num_top
         )
 
     @property
@@ -361,16 +365,7 @@ class Chat(Answer):
         """Return the choice of a finished sample."""
         token_logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
         message = {"role": "assistant", "content": self.body.echoed + sample.text, "refusal": None}
-        made = {
-            "index": index,
-            "message": message,
-            "logprobs": token_logprobs,
-            "finish_reason": sample.finish_reason,
-            "stop_reason": sample.stop_reason,
-        }
-        if self.body.prompt_logprobs is not None:
-            made["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        return made
+        return self.entry(index, {"message": message}, token_logprobs, sample, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return the choice with the assistant's role, which opens a sample's stream."""
@@ -381,8 +376,8 @@ class Chat(Answer):
         """Return a choice with what a sample has gained."""
         token_logprobs = None if new.logprobs is None else self._logprobs(new.token_ids, new.logprobs)
         delta = {"content": new.text} if new.text or token_logprobs else {}
-        made = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": new.finish_reason}
-        return made if new.finish_reason is None else {**made, "stop_reason": new.stop_reason}
+        choice = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": new.finish_reason}
+        return choice if new.finish_reason is None else {**choice, "stop_reason": new.stop_reason}
 
     def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
         return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)

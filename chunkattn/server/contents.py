@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from chunkattn.calls.precompute import PrecomputeJob
+from chunkattn.documents.background import Background
 from chunkattn.documents.records import DocumentRecord, DocumentRecords
 from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
 from chunkattn.server.stored_document import Content, as_ids
@@ -39,7 +40,7 @@ class Contents:
         self._users: Counter[Content] = Counter()  # stored documents and calls in flight
         self._owed: dict[Content, list[DocumentRecord]] = {}  # contents to forget when their last user leaves
         self._turn = asyncio.Semaphore(_MAX_CONCURRENT_FORGETS)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._background = Background()
 
     def __contains__(self, content: Content) -> bool:
         return content in self._users
@@ -70,10 +71,7 @@ class Contents:
         del self._users[content]
         if content not in self._owed:
             return None
-        task = asyncio.ensure_future(self._forget(content))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
+        return self._background.start(self._forget(content))
 
     async def _forget(self, content: Content) -> None:
         """Have the engine forget a content, unless it has a new user. Without an engine, retry until there is one."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client import generate_latest
+
+from chunkattn.described_metrics import DescribedMetrics
 
 
 class _Client(Protocol):
@@ -14,22 +16,20 @@ class _Client(Protocol):
     def compiling_s(self) -> float: ...
 
 
-class EngineGauges:
+class EngineGauges(DescribedMetrics):
     """Gauges of an engine that may be too busy to answer, in a Prometheus registry of their own. Times are in seconds.
 
-    Attributes:
-        registry: the Prometheus registry.
+    Metrics:
+        metrics_age_seconds: age of the engine's metrics in this answer; above 0 while the engine is busy.
+        compiling_seconds: time for which the engine compiles a program at this moment.
+        unresponsive_seconds: time for which the engine has not answered, compilations apart.
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"chunkattn_engine_{name}_seconds", text, registry=self.registry)
-
-        self._age = gauge("metrics_age", "Age of the engine's metrics in this answer; above 0 while the engine is busy")
-        self._compiling = gauge("compiling", "Time for which the engine compiles a program at this moment")
-        self._unresponsive = gauge("unresponsive", "Time for which the engine has not answered, compilations apart")
+        super().__init__("chunkattn_engine_")
+        self._age = self.gauge("metrics_age_seconds")
+        self._compiling = self.gauge("compiling_seconds")
+        self._unresponsive = self.gauge("unresponsive_seconds")
 
     def text(self, client: _Client, age_s: float) -> str:
         """Return the gauges in Prometheus's text format.

@@ -142,21 +142,23 @@ class ServerState(HttpState):
             text = f"the model {name!r} is not served here; it is {' or '.join(map(repr, self.model_names))}"
             raise ApiError(404, text, param="model", code="model_not_found")
 
-    def check_priority(self, priority: int, default: int = 0) -> None:
-        """Check a client's priority.
+    def check(self, body: Body) -> None:
+        """Check that a request can be served.
 
         Args:
-            priority: priority from the request.
-            default: the route's default, which is always allowed.
+            body: body of the request.
 
         Raises:
-            ApiError: 400, the priority is outside `priority_range` and differs from the default.
+            ApiError: as `check_model` and `check_ready`; 400, the priority is outside `priority_range` and not the default.
         """
-        most = self.config.priority_range
-        if priority != default and abs(priority) > most:
-            allowed = f"priority must be between {-most} and {most}" if most else f"priority cannot be set (it is {default})"
-            text = f"{allowed}, got {priority}; the server's option priority_range is {most}"
-            raise ApiError(400, text, param="priority", code="invalid_value")
+        self.check_model(body.model)
+        self.check_ready()
+        most, field = self.config.priority_range, type(body).model_fields.get("priority")
+        if field is None or (priority := getattr(body, "priority", 0)) == field.default or abs(priority) <= most:
+            return
+        allowed = f"must be between {-most} and {most}" if most else f"cannot be set (it is {field.default})"
+        text = f"priority {allowed}, got {priority}; the server's option priority_range is {most}"
+        raise ApiError(400, text, param="priority", code="invalid_value")
 
     def check_stored(self, body: Body | None) -> None:
         """Check a request to the routes of stored documents.
@@ -165,14 +167,13 @@ class ServerState(HttpState):
             body: body of the request; None for a request without one.
 
         Raises:
-            ApiError: as `check_model`, `check_ready` and `check_priority`.
+            ApiError: as `check` and `check_ready`.
             RequestError: there are more than `max_items_per_request` documents.
         """
-        if body is not None:
-            self.check_model(body.model)
-        self.check_ready()
-        if isinstance(body, CacheBody):
-            self.check_priority(body.priority, CacheBody.model_fields["priority"].default)
+        if body is None:
+            self.check_ready()
+        else:
+            self.check(body)
         if isinstance(body, (CacheBody, ForgetBody)):
             self.llm.limits.check_count(len(body.documents), "documents", "documents")
 

@@ -287,11 +287,11 @@ def _chunk_counts(output: RequestOutput, moved: Collection[int]) -> list[dict[st
     numbers: Sequence[int] = range(len(counts))
     if output.focus is not None and output.focus.mode == "only" and output.focus.shown:
         numbers = output.focus.shown
-        for number, own in zip(numbers, counts):
-            own["document"] = number
-    for number, own in zip(numbers, counts):
+        for number, count in zip(numbers, counts):
+            count["document"] = number
+    for number, count in zip(numbers, counts):
         if number in moved:
-            own["other_prefix"] = True
+            count["other_prefix"] = True
     return counts
 
 

@@ -149,7 +149,7 @@ class BoundedHttp(HttpToolsProtocol):
         self._keep_alive_header = b"keep-alive", b"timeout=%d" % int(limits.config.timeout_keep_alive)
         self.url = b""
         self._moved = False
-        self._fed = self._told = 0
+        self._fed = self._header_bytes = 0
         self._phase: str | None = "headers"  # awaited from the client: "headers", "body" or nothing
         self._since, self._received = time.monotonic(), 0
         self._writing: tuple[float, int, int] | None = None  # start of the wait, buffered bytes then, bytes read since
@@ -361,7 +361,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._is_deaf = True
             raise ValueError("data after the last request")
         super().on_message_begin()
-        self._told = 0
+        self._header_bytes = 0
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Add a header; drop a trailer after the body, which must not pass for a header (RFC 9110, 6.5.1).
@@ -369,8 +369,8 @@ class BoundedHttp(HttpToolsProtocol):
         Raises:
             ApiError: the headers exceed `LONGEST_HEAD`.
         """
-        self._told += len(name) + len(value)
-        if self._told > LONGEST_HEAD:
+        self._header_bytes += len(name) + len(value)
+        if self._header_bytes > LONGEST_HEAD:
             self._fault = head_too_long()
             raise self._fault
         if self._phase != "body":

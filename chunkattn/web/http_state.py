@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
+from chunkattn.described_metrics import DescribedMetrics
 from chunkattn.fair_shares import FairShares
 from chunkattn.web.bodies import Bodies, Note
 from chunkattn.web.keys import Keys, Shares
@@ -16,30 +15,25 @@ _MOST_WAITING = 128
 _SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 50, 100, 500)
 
 
-class HttpMetrics:
-    """Metrics of the HTTP server, in a Prometheus registry of its own. Times are in seconds.
+class HttpMetrics(DescribedMetrics):
+    """Metrics of the HTTP server, in a Prometheus registry of their own. Times are in seconds.
 
     Attributes:
-        registry: the Prometheus registry.
-        running: requests being answered.
-        requests: counter of answered requests, by route and status.
-        seconds: histogram of the time from a request to the end of its answer, by route.
+        running: number of requests being answered.
+
+    Metrics:
+        requests_now: requests being answered.
+        requests: requests answered.
+        seconds: from a request to the end of its answer.
     """
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        super().__init__("chunkattn_http_", _SECONDS)
         self.running = 0
-        self._running = Gauge("chunkattn_http_requests_now", "Requests being answered", registry=self.registry)
+        self._running = self.gauge("requests_now")
         self._running.set_function(lambda: self.running)
-        labels = ["route", "status"]
-        self.requests = Counter("chunkattn_http_requests", "Requests answered", labels, registry=self.registry)
-        self.seconds = Histogram(
-            "chunkattn_http_seconds",
-            "From a request to the end of its answer",
-            ["route"],
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
+        self.requests = self.counter("requests", "route", "status")
+        self.seconds = self.histogram("seconds", "route")
 
 
 class HttpState:

@@ -124,12 +124,13 @@ class Gate:
             text = "the Host header must be a name or an address, and perhaps a port"
             return ApiError(400, f"{text}, got {'none' if host is None else ascii(host[:100])}", code="invalid_host")
         path = route_path(scope)
+        shows_all_clients = path in (METRICS_PATH, REPORT_PATH)
         if not path.startswith("/"):
             return ApiError(400, f"the target of a request must be a path, got {path[:100]!a}", code="invalid_path")
-        if path in (METRICS_PATH, REPORT_PATH):
+        if shows_all_clients:
             known = self.keys.open_metrics(headers.get("authorization", ""))
-        if not known and path not in OPEN_PATHS and (self.keys.needed or path in (METRICS_PATH, REPORT_PATH)):
-            kind = "metrics key" if path in (METRICS_PATH, REPORT_PATH) and self.config.metrics_key is not None else "API key"
+        if not known and path not in OPEN_PATHS and (self.keys.needed or shows_all_clients):
+            kind = "metrics key" if shows_all_clients and self.config.metrics_key is not None else "API key"
             text = f"a valid {kind} is needed: send 'Authorization: Bearer KEY'"
             return ApiError(401, text, code="invalid_api_key", **{"WWW-Authenticate": 'Basic realm="chunkattn"'})
         if self._local_only and not names_this_machine(host or ""):

@@ -360,7 +360,7 @@ def test_priorities_fit_64_bits(frontend):
 def state(made=None, **options):
     config = EngineConfig()
     limits = SimpleNamespace(vocab_size=500, max_model_len=100)
-    llm = SimpleNamespace(state="ready", config=config, frontend=made, limits=limits)
+    llm = SimpleNamespace(state="ready", config=config, frontend=made, limits=limits, threads=None)
     return ServerState(llm, ServerConfig(**options))
 
 
@@ -391,9 +391,9 @@ def test_clients_set_no_priority_unless_the_operator_lets_them(route, body, fiel
 
 def test_priorities_in_range_are_taken():
     for priority in (-5, 0, 5):
-        state(priority_range=5).check_priority(priority)
-    state().check_priority(0)
-    state().check_priority(1, default=1)
+        state(priority_range=5).check(CompletionBody(prompt="x", priority=priority))
+    state().check(CompletionBody(prompt="x"))
+    state().check(CacheBody(documents=["y"]))  # its default is 1
     with pytest.raises(ConfigError, match="priority_range must be at least 0"):
         ServerConfig(priority_range=-1)
 

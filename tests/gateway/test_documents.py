@@ -510,9 +510,9 @@ def test_headers_without_documents_take_no_memory(llm):
             for number in range(20):
                 cluster.documents.resolve("/v1/completions", {"prompt": "a"}, f"Bearer {number}")
                 await cluster.call("POST", body={"documents": []}, auth=f"Bearer {number}")
-            assert len(cluster.keeper._headers) == 0
+            assert len(cluster.keeper.headers) == 0
             await cluster.post({"id": "a", "text": TEXTS[0]}, auth=ANA)
-            assert len(cluster.keeper._headers) == 1
+            assert len(cluster.keeper.headers) == 1
 
     asyncio.run(main())
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from chunkattn.web.error_codes import CODES
-
-SERVER = Path(__file__).parents[2] / "chunkattn" / "server"
-RAY = SERVER.parent / "integrations" / "ray"
+PACKAGE = Path(__file__).parents[2] / "chunkattn"
+FOLDERS = [PACKAGE / name for name in ("server", "web", "schema", "documents", "gateway", "integrations/ray")]
+"""Folders with code that may answer with an error."""
 
 COMPLETION, CHAT, SCORE, RERANK = "/v1/completions", "/v1/chat/completions", "/v1/score", "/v1/rerank"
 DECISIONS = "/v1/decisions"
@@ -189,26 +188,22 @@ def test_bytes_that_are_no_request_get_a_code(demo_server):
 
 
 def calls():
-    """Every construction of an `ApiError` in the server, with its file."""
-    folders = [SERVER.parent / name for name in ("server", "web", "schema", "documents")]
-    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
+    """Every construction of an `ApiError` where fields are read, with its file."""
+    for file in sorted(file for folder in FOLDERS[:4] for file in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ApiError":
                 yield file.name, node
 
 
 def sources():
-    """The text of every file that may answer with an error, without the table."""
-    folders = (SERVER, RAY, *(SERVER.parent / name for name in ("web", "schema", "documents", "gateway")))
-    return [f.read_text() for folder in folders for f in folder.rglob("*.py") if f.name != "error_codes.py"]
+    """The text of every file that may answer with an error."""
+    return [f.read_text() for folder in FOLDERS for f in folder.rglob("*.py")]
 
 
 def codes():
     """Every code that the server and the gateway give to an error by name."""
     found = {code for text in sources() for code in re.findall(r'code="(\w+)"', text)}
-    return found | set(re.findall(r'\d{3}: "(\w+)"', (SERVER.parent / "web" / "errors.py").read_text())) - {
-        "authentication_error"
-    }
+    return found | set(re.findall(r'\d{3}: "(\w+)"', (PACKAGE / "web" / "errors.py").read_text())) - {"authentication_error"}
 
 
 WITHOUT_A_FIELD = {
@@ -239,10 +234,13 @@ def test_every_400_of_the_source_has_a_code_and_a_field():
 
 
 def test_the_table_of_codes_is_complete():
-    """Each code of the source is in the table, and each code of the table in the source; the page is made of the table."""
-    table, states = {code.code for code in CODES}, {f"server_{state}" for state in ("starting", "degraded", "draining")}
+    """Each code of the source is in the table of the reference, and each code of the table in the source."""
+    page = (PACKAGE.parent / "docs" / "reference" / "http.md").read_text()
+    rows = re.findall(r"^\| (\d{3}) \| `(\w+)` \|", page, re.MULTILINE)
+    table, states = {code for _, code in rows}, {f"server_{state}" for state in ("starting", "degraded", "draining")}
     assert codes() - {"not_found_error", "rate_limit_error"} <= table
     text = "".join(sources())
     assert {code for code in table - states if f'"{code}"' not in text} == set()
     assert states <= table
-    assert [code.status for code in CODES] == sorted(code.status for code in CODES)
+    statuses = [status for status, _ in rows]
+    assert statuses == sorted(statuses)

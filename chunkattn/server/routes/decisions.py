@@ -40,9 +40,7 @@ async def decide(body: DecideBody, request: Request, state: ServerState, caller:
         ApiError: the request cannot be served.
         ChunkAttnError: as `AsyncLLM.decide`, under the names that the body has for the arguments.
     """
-    state.check_model(body.model)
-    state.check_ready()
-    state.check_priority(body.priority)
+    state.check(body)
     state.check_answer_values(body.num_values, "questions or options at once", "questions")
     caller.take(1)
     return await unless_gone(request, _answer(body, state, caller))

@@ -40,9 +40,7 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
 
 
 async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, request: Request, state: ServerState) -> Response:
-    state.check_model(body.model)
-    state.check_ready()
-    state.check_priority(body.priority)
+    state.check(body)
     try:
         answer = kind(body, state, request.state.caller)
         answer.check_size()

@@ -18,5 +18,5 @@ async def report(
 ) -> dict[str, Any]:
     """Return which documents the server was sent, by routing key; with the option `report_documents`."""
     health = state.health
-    told = {"ready": health in ("ready", "unresponsive"), "responsive": health != "unresponsive"}
-    return state.reports.report(since) | told
+    readiness = {"ready": health in ("ready", "unresponsive"), "responsive": health != "unresponsive"}
+    return state.reports.report(since) | readiness

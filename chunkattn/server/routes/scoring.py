@@ -152,11 +152,11 @@ async def _reranked(body: RerankBody, version: str, state: ServerState, caller: 
         if result.truncated:
             fields["truncated"] = True
         if body.return_documents:
-            given, found = body.given[result.index], stored.get(result.index)
-            if found is not None:
-                fields["document"] = {"id": found.record.id} | ({} if found.text is None else {"text": found.text})
+            sent, document = body.entries[result.index], stored.get(result.index)
+            if document is not None:
+                fields["document"] = {"id": document.record.id} | ({} if document.text is None else {"text": document.text})
             else:
-                fields["document"] = {"text": given} if isinstance(given, str) else given.model_dump(exclude_unset=True)
+                fields["document"] = {"text": sent} if isinstance(sent, str) else sent.model_dump(exclude_unset=True)
         return fields
 
     tokens = {"input_tokens": output.usage.prompt_tokens, "output_tokens": 0}
@@ -180,13 +180,13 @@ def _check_size(state: ServerState, body: ScoreBody) -> None:
     listed = isinstance(body.query, list) and bool(body.query) and not isinstance(body.query[0], int)
     items: list[Any] = body.items if isinstance(body.items, list) else body.packed_ids or []  # ids bound the number of items
     if listed and any(isinstance(i, list) and i and isinstance(i[0], (str, list)) for i in items):
-        count = sum(len(own) for own in items if isinstance(own, list))  # one list of items per query
+        count = sum(len(entry) for entry in items if isinstance(entry, list))  # one list of items per query
     else:
         count = len(items) * (len(body.query or []) if listed else 1)
     labels: list[Any] = list(body.labels or body.label_token_ids or [0])
     values = count * len(labels)
-    if any(isinstance(own, list) for own in labels):
-        by_query = [own for lists in labels for own in lists if isinstance(own, list)]
+    if any(isinstance(entry, list) for entry in labels):
+        by_query = [entry for lists in labels for entry in lists if isinstance(entry, list)]
         values = sum(map(len, by_query)) or sum(map(len, labels)) * (len(body.query or []) if listed else 1)
     values *= 1 + body.return_logprobs
     state.check_answer_values(values, "items or labels at once", "items")
@@ -216,9 +216,7 @@ def _check_query(state: ServerState, query: str, most: int) -> None:
 
 
 def _check(state: ServerState, body: ScoringBody) -> None:
-    state.check_model(body.model)
-    state.check_ready()
-    state.check_priority(body.priority)
+    state.check(body)
     if body.algorithm not in (None, "auto", *AUTO):  # a baseline delays all other requests
         text = f"unknown algorithm {body.algorithm!r}; choose auto, {', '.join(AUTO)}"
         raise ApiError(400, text, param="algorithm", code="invalid_value")
@@ -237,10 +235,11 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
     if len(queries) == 1:
         places = {queries[0]: [*range(len(documents))]}
 
-    async def ranked(query: str, own: list[int]) -> RerankOutput:
-        options, names = body.relevance() | _how(body, state, caller), fields._replace(listed=[f"document {n}" for n in own])
-        timeout, given = options.pop("timeout"), [documents[place] for place in own]
-        call = partial(rerank_call, state.llm.frontend, query, given, names=names, **options)
+    async def ranked(query: str, numbers: list[int]) -> RerankOutput:
+        options = body.relevance() | _how(body, state, caller)
+        names = fields._replace(listed=[f"document {number}" for number in numbers])
+        timeout, sent = options.pop("timeout"), [documents[place] for place in numbers]
+        call = partial(rerank_call, state.llm.frontend, query, sent, names=names, **options)
         try:
             return await state.llm.run(call, timeout)
         except RequestError as error:
@@ -250,12 +249,12 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(ranked(query, own)) for query, own in places.items()]
+            tasks = [group.create_task(ranked(query, numbers)) for query, numbers in places.items()]
     except* Exception as several:
         raise several.exceptions[0] from None
     outputs = [task.result() for task in tasks]
-    found = {own[r.index]: r for own, output in zip(places.values(), outputs, strict=True) for r in output.results}
-    results = [found[place] for place in range(len(documents))]
+    result_of = {numbers[r.index]: r for numbers, output in zip(places.values(), outputs, strict=True) for r in output.results}
+    results = [result_of[place] for place in range(len(documents))]
     listed = _listed(state, [result.relevance_score for result in results], [o.usage for o in outputs], "score")
     for entry, result in zip(listed["data"], results, strict=True):
         if result.truncated:

@@ -27,8 +27,7 @@ _VALUES_PER_TOKEN = 6
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Return the token ids of a text, or of a conversation under the chat template."""
-    state.check_model(body.model)
-    state.check_ready()
+    state.check(body)
     caller.take(1)
     parser = state.tokenizing_parser
 
@@ -41,11 +40,11 @@ async def tokenize(body: TokenizeBody, request: Request, state: State, caller: C
 
     def fields() -> dict[str, Any]:
         tokens = ids()
-        found = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": state.llm.limits.max_model_len, "tokens": tokens}
         if body.return_token_strs:
             _check_shown(len(tokens), "prompt")
-            found["token_strs"] = [state.texts.piece(t) for t in tokens]
-        return found
+            answer["token_strs"] = [state.texts.piece(t) for t in tokens]
+        return answer
 
     return await unless_gone(request, json_answer(state, caller, fields, len(body.prompt or ""), in_thread=True))
 
@@ -53,8 +52,7 @@ async def tokenize(body: TokenizeBody, request: Request, state: State, caller: C
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, request: Request, state: State, caller: CallerOf) -> dict[str, Any]:
     """Return the text of token ids."""
-    state.check_model(body.model)
-    state.check_ready()
+    state.check(body)
 
     def text() -> str:
         state.llm.limits.check_ids(body.tokens, "tokens")
@@ -71,8 +69,7 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
 
     Token `i` sees token `k` if `k <= i`, and `k < prefix_len` or `k >= row_start[i]`.
     """
-    state.check_model(body.model)
-    state.check_ready()
+    state.check(body)
     stored = state.named_documents(body.named(), caller, body.cache_salt, field="chunks.documents")
     documents = {number: document.chunk for number, document in stored.items()}
     prompt: Prompt = next(iter(body.prompts(documents)), {"prompt_token_ids": []})

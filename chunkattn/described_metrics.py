@@ -1,0 +1,38 @@
+"""`DescribedMetrics`: Prometheus metrics described by the docstring of their class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from chunkattn.options import as_help, descriptions
+
+
+class DescribedMetrics:
+    """Metrics in one Prometheus registry. An entry in the docstring of the class describes each.
+
+    Args:
+        prefix: prefix of all names.
+        buckets: buckets of the histograms.
+        registry: registry of the metrics; None makes a new one.
+    """
+
+    def __init__(self, prefix: str, buckets: Sequence[float] = (), registry: CollectorRegistry | None = None) -> None:
+        self.registry = CollectorRegistry() if registry is None else registry
+        self._prefix, self._buckets, self._texts = prefix, buckets, descriptions(type(self))
+
+    def counter(self, name: str, *labels: str) -> Counter:
+        """Return a new counter."""
+        return Counter(self._prefix + name, self._help(name), labels, registry=self.registry)
+
+    def gauge(self, name: str, *labels: str) -> Gauge:
+        """Return a new gauge."""
+        return Gauge(self._prefix + name, self._help(name), labels, registry=self.registry)
+
+    def histogram(self, name: str, *labels: str) -> Histogram:
+        """Return a new histogram."""
+        return Histogram(self._prefix + name, self._help(name), labels, buckets=self._buckets, registry=self.registry)
+
+    def _help(self, name: str) -> str:
+        return as_help(self._texts[name]).removesuffix(".")
