@@ -110,15 +110,13 @@ class PartMatch:
 
     Attributes:
         name: name of the part in the second prompt.
-        tokens: number of its tokens.
-        reused: number of them whose K/V the cache can have from the first prompt.
+        reused: number of its tokens whose K/V the cache can have from the first prompt.
         text: what to say about the part.
         first: counterpart as token ids; None if there is none.
         second: the part as token ids.
     """
 
     name: str
-    tokens: int
     reused: int
     text: str
     first: list[int] | None
@@ -152,7 +150,7 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
     if not b.is_plain:
         text = "differs" if prefix_a != prefix_b else "equal" if salted else f"equal{otherwise}"
         reused = 0 if not salted else len(prefix_b) if follows else blocks(start_a, prefix_b)
-        matches.append(PartMatch("prefix", len(prefix_b), reused, text, prefix_a, prefix_b))
+        matches.append(PartMatch("prefix", reused, text, prefix_a, prefix_b))
         starts = [_position(a, segment) for segment in a.segments[1:-1]]
         for number, (chunk, segment) in enumerate(zip(chunks_b, b.segments[1:-1], strict=True)):
             places = [place for place, other in enumerate(chunks_a) if other == chunk]
@@ -163,7 +161,7 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
             if reused < len(chunk) and places:
                 text += ", but its position differs" if follows else otherwise
             other = None if places or number >= len(chunks_a) else chunks_a[number]
-            matches.append(PartMatch(segment.name, len(chunk), reused, text, other, chunk))
+            matches.append(PartMatch(segment.name, reused, text, other, chunk))
     # A plain prompt is reused as a prefix is, and a question behind the same chunks alone.
     same_chunks = sorted(filter(None, chunks_a)) == sorted(filter(None, chunks_b))
     earlier, follows = (start_a, salted) if b.is_plain else (question_a, follows and same_chunks)
@@ -173,7 +171,7 @@ def match_parts(first: Side, second: Side, block_size: int) -> list[PartMatch]:
         text += otherwise
     elif text == "equal" and reused < len(question_b) and kinds:
         text += ", reused in full blocks without its last token"
-    matches.append(PartMatch("prompt" if b.is_plain else "question", len(question_b), reused, text, question_a, question_b))
+    matches.append(PartMatch("prompt" if b.is_plain else "question", reused, text, question_a, question_b))
     return matches
 
 
@@ -203,10 +201,10 @@ def compared(first: Side, second: Side, tokenizer: PreTrainedTokenizerBase, bloc
         kinds = ["plain" if side.prompt.layout.is_plain else "in parts" for side in (first, second)]
         yield f"kind: A is {kinds[0]}, B is {kinds[1]}; they share the blocks at their start alone"
     for part in parts:
-        yield f"{part.name}: {part.text}; {part.reused} of {part.tokens} tokens could come from the cache"
+        yield f"{part.name}: {part.text}; {part.reused} of {len(part.second)} tokens could come from the cache"
         if part.first is not None and part.first != part.second:
             yield from (f"  {line}" for line in _difference(part.first, part.second, tokenizer))
-    total, reused = sum(part.tokens for part in parts), sum(part.reused for part in parts)
+    total, reused = sum(len(part.second) for part in parts), sum(part.reused for part in parts)
     yield f"B after A, in blocks of {block_size}: {reused} of {total} tokens could come from the cache, {total - reused} not"
     yield from _hints(first, second, parts, tokenizer)
 

@@ -105,13 +105,10 @@ def decide(
     is_csv = output_format == "csv" or (output_format is None and output is not None and output.suffix.lower() == ".csv")
     if output is not None and str(output) != "-":
         check_file(output)
-        inputs: list[tuple[str, Path | None]]
-        inputs = [("--questions", questions), ("--state-file", state_file), ("--input", input_file)]
-        inputs += [("--document-file", file) for file in document_file or []]
-        files = {"--model": model}
-        files |= {f"--{name.replace('_', '-')}": engine[name] for name in ("tokenizer", "chat_template", "chunk_calibration")}
-        inputs += [(flag, Path(os.path.expanduser(file))) for flag, file in files.items() if file]
-        check_overwrites(output, inputs)
+        paths = {"model": model} | {name: engine[name] for name in ("tokenizer", "chat_template", "chunk_calibration")}
+        inputs: dict[str, Path | None] = {"--questions": questions, "--state-file": state_file, "--input": input_file}
+        inputs |= {f"--{name.replace('_', '-')}": Path(os.path.expanduser(path)) for name, path in paths.items() if path}
+        check_overwrites(output, [*inputs.items(), *(("--document-file", file) for file in document_file or [])])
     asked = read_questions(questions)
     source = _Lines(input_file) if input_file is not None else _one_state(state, state_file)
     documents = [*(document or []), *map(read_document, document_file or [])]

@@ -46,12 +46,11 @@ def _read_config(ctx: typer.Context, file: Path | None) -> Path | None:
     if not isinstance(content, dict):
         raise typer.BadParameter("must hold a mapping of options")
     named = {str(name).replace("-", "_"): value for name, value in content.items()}
-    options: list[Any] = [p for p in ctx.command.params if p.name not in ("config", "help")]
-    known = {p.name for p in options}
-    if unknown := sorted(set(named) - known):
+    options: dict[str | None, Any] = {p.name: p for p in ctx.command.params if p.name not in ("config", "help")}
+    if unknown := sorted(named.keys() - options.keys()):
         raise typer.BadParameter(f"unknown option {unknown[0]!r} in {file}")
     for name, value in named.items():
-        option = next(p for p in options if p.name == name)
+        option = options[name]
         if option.multiple and value is not None:
             named[name] = value if isinstance(value, list) else [value]
         elif isinstance(value, (list, dict)) or (

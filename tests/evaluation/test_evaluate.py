@@ -21,7 +21,7 @@ from chunkattn.errors import ConfigError, EngineError, RequestError
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.parsers import PromptParser
 from chunkattn.terminal.files import check_file
-from chunkattn.tools.eval.calibrate import Found, Halves, halves_of
+from chunkattn.tools.eval.calibrate import CalibrationResult, Halves, halves_of
 from chunkattn.tools.eval.calibrate import calibrate as search_and_report
 from chunkattn.tools.eval.chart import draw
 from chunkattn.tools.eval.conditions import NONE, Condition, conditions_for, tokenize
@@ -620,7 +620,9 @@ def test_a_calibration_is_advised_where_a_gain_is_shown(count, gain, said, advis
     text = conclusion(values, best)
     assert said in text
     assert text.startswith("With chunk_position_gap=64, chunk_temperature=0.8 and chunk_scale=0.8, isolated documents ")
-    found = Found([Trial(best, 0.0), Trial(NONE, -1.0)], halves_of(2 * count) if count > 1 else Halves([0], [1]), values)
+    found = CalibrationResult(
+        [Trial(best, 0.0), Trial(NONE, -1.0)], halves_of(2 * count) if count > 1 else Halves([0], [1]), values
+    )
     assert found.calibration == (best if advises else NONE)
     assert found.conclusion == found.notes()["conclusion"] == text
     json.dumps(found.notes(), allow_nan=False)
@@ -629,7 +631,7 @@ def test_a_calibration_is_advised_where_a_gain_is_shown(count, gain, said, advis
 def test_a_search_that_finds_nothing_better_tells_what_is_lost():
     full = np.zeros(6)
     values = {Condition("full"): {LOGPROB: full}, Condition("shared"): {LOGPROB: full + differing(6, -0.1, 0.3)}}
-    found = Found([Trial(NONE, 0.0)], halves_of(12), values)
+    found = CalibrationResult([Trial(NONE, 0.0)], halves_of(12), values)
     assert found.conclusion == (
         "No gap, temperature or scale that was tried is better than the defaults: keep the defaults. With them, isolated "
         "documents lose 0.10 (95% interval -0.41 to +0.21) of log-probability per token of the gold answer against full "

@@ -131,8 +131,12 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
 
     def __init__(self, python: Path, peer: str, geometry: str, **options: Any) -> None:
         # Spinning threads of torch lose much time on a machine with other load.
-        variables, self.note = _for_vllm(python) if peer == "vllm" else ({"OMP_WAIT_POLICY": "passive"}, "")
-        gpu = _gpu_options() if peer == "vllm" else {}
+        variables, self.note = {"OMP_WAIT_POLICY": "passive"}, ""
+        if peer == "vllm" and jax.default_backend() == "gpu":
+            variables = {}
+            options = {"gpu_memory_utilization": _GPU_SHARE, "enforce_eager": False, **options}  # CUDA graphs
+        elif peer == "vllm":
+            variables, self.note = _for_cpus(python)
         self._errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  `close` closes it
         try:
             self._process = subprocess.Popen(
@@ -151,7 +155,7 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
         assert self._process.stdout is not None
         self._jobs, self._answers = self._process.stdin, self._process.stdout
         try:
-            self.version = self._ask({"config": GEOMETRIES[geometry].to_dict(), **gpu, **options})["version"]
+            self.version = self._ask({"config": GEOMETRIES[geometry].to_dict(), **options})["version"]
         except BaseException:
             self.close()
             raise
@@ -226,16 +230,8 @@ def _has(python: Path, peer: str) -> bool:
         return False
 
 
-def _gpu_options() -> dict[str, Any]:
-    """Return the options of `vllm.LLM` on a GPU: a share of the memory beside chunkattn's, and CUDA graphs."""
-    on_gpu = jax.default_backend() == "gpu"
-    return {"gpu_memory_utilization": _GPU_SHARE, "enforce_eager": False} if on_gpu else {}
-
-
-def _for_vllm(python: Path) -> tuple[dict[str, str], str]:
-    """Return vLLM's fastest environment on CPUs, and a note on missing libraries. On a GPU both are empty."""
-    if jax.default_backend() == "gpu":
-        return {}, ""
+def _for_cpus(python: Path) -> tuple[dict[str, str], str]:
+    """Return vLLM's fastest environment on CPUs, and a note on missing libraries."""
     folders = [python.parent.parent / "lib", *map(Path, ("/usr/lib/x86_64-linux-gnu", "/usr/lib64", "/usr/local/lib"))]
     libraries = {name: next((f / name for f in folders if (f / name).exists()), None) for name in _PRELOADED_LIBRARIES}
     missing = [name for name, path in libraries.items() if path is None]

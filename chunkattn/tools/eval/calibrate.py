@@ -70,7 +70,7 @@ def few_questions(count: int) -> str | None:
 
 
 @dataclass(frozen=True)
-class Found:
+class CalibrationResult:
     """Result of a calibration.
 
     Attributes:
@@ -149,7 +149,7 @@ class Found:
         for name, values in differences.items():
             change = mean_of(values)
             notes[name] = round(change.mean, 4)
-            notes[f"{name}_95"] = [round(change.low, 4), round(change.high, 4)] if change.has_interval else None
+            notes[f"{name}_95"] = change.ends
         if self.contained:
             notes["focus"] = None if self.focus is None else asdict(self.focus)
             notes["focus_conclusion"] = self.focus_conclusion
@@ -165,7 +165,7 @@ def calibrate(
     top_n: int = 0,
     scores: Sequence[str] = (),
     tried: Callable[[Trial], None] = lambda trial: None,
-) -> Found:
+) -> CalibrationResult:
     """Search gap, temperature and scale on one half of the questions, and measure the best on the other half.
 
     Then the focus is chosen under the values to set, by the share of greedy answers that contain the right one.
@@ -202,7 +202,7 @@ def calibrate(
     weights = Calibration(0, best.chunk_temperature, best.chunk_scale)
     conditions = [Condition("full"), Condition("full", weights), Condition("shared"), Condition("shared", best)]
     report = examiner.examine(list(dict.fromkeys(conditions)), halves.report, texts=False)
-    result = Found(trials, halves, report)
+    result = CalibrationResult(trials, halves, report)
     if not focused:
         return result
     used = result.calibration  # the focus is tried under the values that are written
@@ -211,4 +211,4 @@ def calibrate(
     contained = {condition: float(answers[CONTAINED].mean()) for condition, answers in values.items()}
     chosen = max(contained, key=contained.__getitem__)
     texts = list(dict.fromkeys([Condition("full"), Condition("shared", used), chosen]))
-    return Found(trials, halves, {**report, **examiner.examine(texts, halves.report, texts=True)}, contained)
+    return CalibrationResult(trials, halves, {**report, **examiner.examine(texts, halves.report, texts=True)}, contained)

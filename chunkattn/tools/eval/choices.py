@@ -36,7 +36,7 @@ class Choices:
         model: str,
     ) -> None:
         self._llm, self._questions, self._prompts, self._results = llm, questions, prompts, results
-        self._model, self._found = model, dict[tuple[Condition, int], list[int]]()
+        self._model, self._chosen = model, dict[tuple[Condition, int], list[int]]()
 
     def of(self, condition: Condition, number: int) -> list[int]:
         """Return the documents that a question shows, the best first; none before `choose`, and without a focus.
@@ -45,7 +45,7 @@ class Choices:
             condition: condition of the prompt.
             number: place of the question.
         """
-        return self._found.get((condition, number), [])
+        return self._chosen.get((condition, number), [])
 
     def recall(self, condition: Condition, number: int) -> float:
         """Return the share of a question's gold documents that were chosen. Equal documents count as one.
@@ -73,7 +73,7 @@ class Choices:
             return
         if focus.score == GOLD:
             for number in numbers:
-                self._found[condition, number] = list(self._prompts[number].gold)
+                self._chosen[condition, number] = list(self._prompts[number].gold)
             return
         asked = {number: self._candidates(condition, number) for number in numbers}
         keys = {
@@ -96,7 +96,7 @@ class Choices:
             )
         for number, candidates in asked.items():
             scores = [self._results[key][focus.score] for key in keys[number]]
-            self._found[condition, number] = choose(candidates.prompt.layout, candidates.numbers, scores, focus.top_n)
+            self._chosen[condition, number] = choose(candidates.prompt.layout, candidates.numbers, scores, focus.top_n)
 
     def _candidates(self, condition: Condition, number: int) -> Candidates:
         question, layout = self._questions[number], replace(condition, focus=None).layout(self._prompts[number])

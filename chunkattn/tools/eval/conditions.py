@@ -95,10 +95,7 @@ def conditions_for(calibration: Calibration, *, gold: bool) -> list[Condition]:
     listed = [
         Condition("full"),
         Condition("full", weights),
-        Condition("shared"),
-        Condition("shared", weights),
-        Condition("shared", gap),
-        Condition("shared", calibration),
+        *(Condition("shared", each) for each in (NONE, weights, gap, calibration)),
         Condition("offset"),
         Condition("offset", weights),
         *([Condition("gold only")] if gold else []),

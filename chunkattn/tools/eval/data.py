@@ -5,15 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from chunkattn.calls.decide_files import questions_of
+from chunkattn.calls.decide_questions import level_of, option_of
 from chunkattn.calls.decide_states import read_state
-from chunkattn.decisions import Choice, Level, Option, Predicate
+from chunkattn.decisions import Choice, Predicate
 from chunkattn.decisions import Question as Asked
 from chunkattn.errors import RequestError, shown
 
@@ -90,7 +91,7 @@ class Decisions:
 Line = Question | Ranking | Decisions
 
 
-def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]:
+def read_data(path: Path, limit: int | None = None) -> list[Line]:
     """Read a file of questions, a file of rankings or a file of decisions. Empty lines are skipped.
 
     Args:
@@ -112,7 +113,7 @@ def read_data(path: Path, limit: int | None = None) -> Sequence[Question] | Sequ
         if type(lines[-1]) is not type(lines[0]):
             kinds = "questions (`question`), rankings (`query`) or decisions (`questions`)"
             raise RequestError(f"{fields.place}: a file holds {kinds}, not several of them")
-    return cast("Sequence[Question] | Sequence[Ranking] | Sequence[Decisions]", lines)
+    return lines
 
 
 def questions_from(lines: Iterable[Mapping[str, Any]], name: str) -> list[Question]:
@@ -286,17 +287,17 @@ def _decisions(fields: Fields) -> Decisions:
 
 def _right(asked: Asked, answer: Any, number: int, place: str) -> int:
     """Return the place of the right answer of a question."""
-    listed: list[Any]
-    if isinstance(asked, Predicate):
-        listed = [True, False]
-    elif isinstance(asked, Choice):
-        listed = [option.value if isinstance(option, Option) else option for option in asked.options]
-    else:
-        listed = [level.label if isinstance(level, Level) else level for level in asked.levels]
-    for index, value in enumerate(listed):
+    match asked:
+        case Predicate():
+            values: list[Any] = [True, False]
+        case Choice():
+            values = [option_of(option).value for option in asked.options]
+        case _:
+            values = [level_of(level).label for level in asked.levels]
+    for index, value in enumerate(values):
         if type(value) is type(answer) and value == answer:
             return index
-    expected = ", ".join(map(_json, listed[:5])) + (", ..." if len(listed) > 5 else "")
+    expected = ", ".join(map(_json, values[:5])) + (", ..." if len(values) > 5 else "")
     raise RequestError(f"{place}: answer {number} must be one of {expected}, got {_json(answer)[:80]}", param="answers")
 
 

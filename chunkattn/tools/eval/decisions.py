@@ -16,8 +16,8 @@ from chunkattn.decisions import Answer, Choice, PredicateAnswer
 from chunkattn.decisions import Question as Asked
 from chunkattn.llm import LLM
 from chunkattn.tools.eval.data import Decisions, at_line
-from chunkattn.tools.eval.measures import CONFIDENCE, Mean, mean_of
-from chunkattn.tools.eval.report import Row
+from chunkattn.tools.eval.measures import Mean, mean_of, percentile_interval
+from chunkattn.tools.eval.report import Row, interval_text
 from chunkattn.tools.eval.results import Results, result_key
 
 BINS = 10
@@ -219,9 +219,7 @@ def _ece(lines: Sequence[Decisions], answers: WayAnswers) -> Mean:
     for _ in range(_RESAMPLES):
         drawn = rng.integers(0, count, count)
         errors.append(ece(np.concatenate([tops[n] for n in drawn]), np.concatenate([hits[n] for n in drawn])))
-    tail = 50 * (1 - CONFIDENCE)
-    low, high = map(float, np.percentile(errors, [tail, 100 - tail]))
-    return Mean(value, low, high, float(np.std(errors)), count)
+    return Mean(value, *percentile_interval(errors), float(np.std(errors)), count)
 
 
 def conclusion(rows: Sequence[Row], count: int) -> str:
@@ -236,9 +234,8 @@ def conclusion(rows: Sequence[Row], count: int) -> str:
     if best is base or best.against_full is None:
         return f"No way answers more questions right than {base.name}, with an accuracy of {right}."
     change = best.against_full["accuracy"]
-    shown = f"{change.low:+.3f} to {change.high:+.3f}" if change.has_interval else "no interval"
     doubt = "" if change.sign else f", but {count} lines cannot tell this difference from none"
     return (
-        f"{best.name} answers most questions right: accuracy {right}, {change.mean:+.3f} (95% interval: {shown}) against "
-        f"{base.name}{doubt}."
+        f"{best.name} answers most questions right: accuracy {right}, {change.mean:+.3f} {interval_text(change, 3)} "
+        f"against {base.name}{doubt}."
     )

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
+
+import numpy as np
 
 from chunkattn.llm import LLM
 from chunkattn.terminal.progress import Steps
 from chunkattn.tools.eval import decisions
 from chunkattn.tools.eval.conditions import conditions_for, focus_conditions, tokenize
-from chunkattn.tools.eval.data import Decisions, Question, Ranking
+from chunkattn.tools.eval.data import Decisions, Question, Ranking, at_line
 from chunkattn.tools.eval.data_options import EvalData
 from chunkattn.tools.eval.examiner import Examiner
-from chunkattn.tools.eval.rankings import measured
-from chunkattn.tools.eval.rankings import rank as order_documents
+from chunkattn.tools.eval.measures import RANKING_MEASURES, ranking_measures
 from chunkattn.tools.eval.report import Row, compare, compare_rankings, conclusion, focus_hint, ranking_conclusion
+from chunkattn.tools.eval.results import Results, result_key
 
 Evaluation = tuple[list[Row], str, dict[str, Any]]
 """Rows, conclusion, and fields of the report."""
@@ -49,12 +52,36 @@ def rank(llm: LLM, data: EvalData) -> Evaluation:
         llm: engine.
         data: rankings.
     """
-    rankings = data.of(Ranking)
+    rankings, model = data.of(Ranking), llm.core.runner.fingerprint().hex()
+    orders = []
     with Steps("queries", len(rankings)) as steps:
-        orders = order_documents(llm, rankings, data.results, steps.advance)
+        for ranking in rankings:
+            orders.append(_order(llm, ranking, data.results, model))
+            steps.advance(1)
     before = [list(range(len(ranking.documents))) for ranking in rankings]
-    rows = compare_rankings(measured(before, rankings), measured(orders, rankings))
+    rows = compare_rankings(_measured(before, rankings), _measured(orders, rankings))
     return rows, ranking_conclusion(rows), {}
+
+
+def _order(llm: LLM, ranking: Ranking, results: Results, model: str) -> list[int]:
+    """Return the model's order of a query's documents, as places, the best first. A new result is kept."""
+    key = result_key("ranking", model, llm.config.model, ranking.query, ranking.documents)
+    if key not in results:
+        with at_line(ranking.line):
+            output = llm.rerank(ranking.query, ranking.documents, use_tqdm=False)
+        results.add([{"key": key, "line": ranking.line, "order": [result.index for result in output.results]}])
+    return [*results[key]["order"]]
+
+
+def _measured(orders: Sequence[Sequence[int]], rankings: Sequence[Ranking]) -> dict[str, np.ndarray]:
+    """Return every measure of every ranking, float64 `[rankings]`, by name.
+
+    Args:
+        orders: places of the documents, the best first.
+        rankings: queries with the grades of their documents.
+    """
+    rows = [ranking_measures(order, ranking.relevance) for order, ranking in zip(orders, rankings, strict=True)]
+    return {name: np.asarray([row[name] for row in rows]) for name in RANKING_MEASURES}
 
 
 def decide(llm: LLM, data: EvalData) -> Evaluation:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -131,11 +131,11 @@ class Examiner:
                 logprobs[condition] += self.likelihoods(condition, group)
                 if texts:
                     written[condition] += self.texts(condition, group)
-        asked = [self.questions[number] for number in numbers]
+        questions = [self.questions[number] for number in numbers]
         return {
             condition: {
                 LOGPROB: np.asarray(values),
-                **(answer_measures(written[condition], asked) if texts else {}),
+                **(answer_measures(written[condition], questions) if texts else {}),
                 **self._recall(condition, numbers),
             }
             for condition, values in logprobs.items()
@@ -160,13 +160,12 @@ class Examiner:
             EngineError: a step failed. The message names the same.
         """
 
-        def compute(missing: Sequence[int]) -> list[dict[str, Any]]:
-            prompts = [self._prompt(condition, number) for number in missing]
+        def compute(prompts: Sequence[ParsedPrompt], missing: Sequence[int]) -> list[dict[str, Any]]:
             answers = [self.prompts[number].answer for number in missing]
             outputs = self.llm.run(likelihood_job(self.llm.frontend, prompts, answers, condition.weighing), False)
             return [{"logprob": float(np.mean(logprobs, dtype=np.float64)), "tokens": len(logprobs)} for logprobs in outputs]
 
-        return [result["logprob"] for result in self._results("logprob", condition, numbers, compute)]
+        return self._results("logprob", condition, numbers, compute)
 
     def texts(self, condition: Condition, numbers: Sequence[int]) -> list[str]:
         """Return the greedy answer to each question.
@@ -181,30 +180,37 @@ class Examiner:
             EngineError: a step failed. The message names the same.
         """
 
-        def compute(missing: Sequence[int]) -> list[dict[str, Any]]:
-            prompts = [self._prompt(condition, number) for number in missing]
+        def compute(prompts: Sequence[ParsedPrompt], _: Sequence[int]) -> list[dict[str, Any]]:
             outputs = self.llm.run(generate_job(self.llm.frontend, prompts, self._params, weighing=condition.weighing), False)
             return [{"text": output.outputs[0].text.strip()} for output in outputs]
 
-        return [result["text"] for result in self._results("text", condition, numbers, compute)]
+        return self._results("text", condition, numbers, compute)
 
     def _results(
         self,
         kind: str,
         condition: Condition,
         numbers: Sequence[int],
-        compute: Callable[[Sequence[int]], list[dict[str, Any]]],
-    ) -> list[Mapping[str, Any]]:
+        compute: Callable[[Sequence[ParsedPrompt], Sequence[int]], list[dict[str, Any]]],
+    ) -> list[Any]:
+        """Return the values of a kind of results, after those that are missing are computed and kept.
+
+        Args:
+            kind: name of the value.
+            condition: condition of the prompts.
+            numbers: places of the questions.
+            compute: returns the fields of the results of prompts and the places of their questions.
+        """
         keys = {number: self._key(kind, condition, number) for number in numbers}
         if missing := [number for number in numbers if keys[number] not in self.results]:
             with self._named(condition, missing):
-                computed = compute(missing)
+                computed = compute([self._prompt(condition, number) for number in missing], missing)
             self.results.add(
                 {"key": keys[number], "line": self.questions[number].line, "condition": condition.name, **values}
                 for number, values in zip(missing, computed, strict=True)
             )
         self.advance(len(numbers))
-        return [self.results[keys[number]] for number in numbers]
+        return [self.results[keys[number]][kind] for number in numbers]
 
     @contextmanager
     def _named(self, condition: Condition, numbers: Sequence[int]) -> Iterator[None]:
@@ -223,8 +229,7 @@ class Examiner:
     def _longest(self, condition: Condition, number: int) -> ParsedPrompt:
         """Return the longest prompt that a question may have, whatever is chosen."""
         if condition.focus is None or condition.focus.score == GOLD:
-            layout = condition.layout(self.prompts[number], self.prompts[number].gold)
-            return ParsedPrompt(layout, None)
+            return ParsedPrompt(condition.layout(self.prompts[number], self.prompts[number].gold), None)
         prompt = replace(self._prompt(condition, number), focus=condition.focus)
         return replace(longest(prompt, condition.calibration.chunk_position_gap), focus=None)
 

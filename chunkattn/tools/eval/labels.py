@@ -68,10 +68,13 @@ class Fit:
 
     def notes(self) -> dict[str, Any]:
         """Return the figures for the calibration file."""
-        change = self.change
-        interval = [round(change.low, 4), round(change.high, 4)] if change.has_interval else None
-        figures = {"log_loss_before": round(self.before, 4), "log_loss_after": round(self.after, 4), "change_95": interval}
-        return {**figures, "lines_of_the_report": change.count, "kept": self.is_kept}
+        return {
+            "log_loss_before": round(self.before, 4),
+            "log_loss_after": round(self.after, 4),
+            "change_95": self.change.ends,
+            "lines_of_the_report": self.change.count,
+            "kept": self.is_kept,
+        }
 
 
 def samples_of(

@@ -160,6 +160,11 @@ class Mean:
         return math.isfinite(self.low)
 
     @property
+    def ends(self) -> list[float] | None:
+        """Return the rounded ends of the interval for files; None without an interval."""
+        return [round(self.low, 4), round(self.high, 4)] if self.has_interval else None
+
+    @property
     def sign(self) -> int:
         """Return 1 or -1 if the interval lies above or below zero, and 0 if it contains zero or is missing."""
         return (self.low > 0) - (self.high < 0)
@@ -174,6 +179,13 @@ class Mean:
         Where the bootstrap's interval is lopsided, the wider side counts.
         """
         return max(self.mean - self.low, self.high - self.mean)
+
+
+def percentile_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
+    """Return the 95% interval of resampled values."""
+    tail = 50 * (1 - CONFIDENCE)
+    low, high = map(float, np.percentile(values, [tail, 100 - tail]))
+    return low, high
 
 
 def mean_of(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Mean:
@@ -204,6 +216,5 @@ def mean_of(values: Sequence[float] | np.ndarray, *, seed: int = 0) -> Mean:
     )
     low, high = map(float, result.confidence_interval)
     if not (np.isfinite(low) and np.isfinite(high)):  # no correction exists where almost all values are equal
-        tail = 50 * (1 - CONFIDENCE)
-        low, high = map(float, np.percentile(result.bootstrap_distribution, [tail, 100 - tail]))
+        low, high = percentile_interval(result.bootstrap_distribution)
     return Mean(mean, low, high, float(result.standard_error), count)

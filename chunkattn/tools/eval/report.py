@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -135,8 +135,8 @@ def conclusion(values: Mapping[Condition, Values], calibration: Calibration) -> 
     if calibration.weighs:
         control = values[Condition("full", Calibration(0, calibration.chunk_temperature, calibration.chunk_scale))][LOGPROB]
         change = mean_of(_logprobs(values, calibration) - control)
-        text += f", and {change.mean:+.2f} {_interval(change)} against full attention with the same temperature and scale"
-    text += f". The values change the log-probability by {gain.mean:+.2f} {_interval(gain)}"
+        text += f", and {change.mean:+.2f} {interval_text(change)} against full attention with the same temperature and scale"
+    text += f". The values change the log-probability by {gain.mean:+.2f} {interval_text(gain)}"
     return _advice(text, gain, "set these values", "keep the defaults")
 
 
@@ -183,7 +183,7 @@ def focus_conclusion(values: Mapping[Condition, Values], best: Condition) -> str
     gain = mean_of(focus_gain(values, best))
     text = (
         f"With a focus, {best.focus.name}, {share} of the answers contain the right one: {gain.mean:+.2f} "
-        f"{_interval(gain)} against isolated documents, {against_full}"
+        f"{interval_text(gain)} against isolated documents, {against_full}"
     )
     return _advice(text, gain, f"pass focus={asdict(best.focus)}", "leave it off")
 
@@ -193,7 +193,7 @@ def _contained(values: Mapping[Condition, Values], condition: Condition) -> tupl
     shares, full = values[condition][CONTAINED], values[Condition("full")][CONTAINED]
     change = mean_of(shares - full)
     doubt = "" if change.sign else ", which these questions cannot tell from none"
-    return f"{shares.mean():.2f}", f"{change.mean:+.2f} {_interval(change)} against full attention{doubt}"
+    return f"{shares.mean():.2f}", f"{change.mean:+.2f} {interval_text(change)} against full attention{doubt}"
 
 
 def focus_hint(values: Mapping[Condition, Values]) -> str:
@@ -225,7 +225,7 @@ def ranking_conclusion(rows: Sequence[Row]) -> str:
     doubt = "" if change.sign else f", but {_untold(change, 'change', 'queries', 3)}"
     return (
         f"The model's ranking {how} {name} of the given order, {before.means[name].mean:.3f} to {ranked.means[name].mean:.3f} "
-        f"(difference {change.mean:+.3f}, {_interval(change, 3)[1:-1]}){doubt}. Every document is scored exactly as if it "
+        f"(difference {change.mean:+.3f}, {interval_text(change, 3)[1:-1]}){doubt}. Every document is scored exactly as if it "
         "were sent alone, so isolation costs a ranking nothing and there is nothing to set."
     )
 
@@ -274,7 +274,7 @@ def _more(change: Mean, kind: str) -> str:
 
 
 def _verb(change: Mean) -> str:
-    return f"{'gain' if change.mean > 0 else 'lose'} {_size(abs(change.mean))} {_interval(change)} of"
+    return f"{'gain' if change.mean > 0 else 'lose'} {_size(abs(change.mean))} {interval_text(change)} of"
 
 
 def _size(value: float, digits: int = 2) -> str:
@@ -282,7 +282,13 @@ def _size(value: float, digits: int = 2) -> str:
     return f"less than {least:g}" if value < least / 2 else f"{value:.{digits}f}"
 
 
-def _interval(change: Mean, digits: int = 2) -> str:
+def interval_text(change: Mean, digits: int = 2) -> str:
+    """Return the interval of a difference in parentheses.
+
+    Args:
+        change: mean of the differences.
+        digits: digits after the point.
+    """
     if not change.has_interval:
         return "(no interval)"
     return f"(95% interval {change.low:+.{digits}f} to {change.high:+.{digits}f})"
@@ -301,15 +307,13 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     Args:
         rows: rows of a comparison.
     """
-    listed = [asdict(row) for row in rows]
+    listed = [asdict(row, dict_factory=_finite) for row in rows]
     for row, fields in zip(rows, listed, strict=True):
         for place in ("against_full", "against_control"):
             for name, change in (getattr(row, place) or {}).items():
-                fields[place][name]["resolution"] = change.resolution
-    return [_finite(fields) for fields in listed]
+                fields[place][name] |= _finite([("resolution", change.resolution)])
+    return listed
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(inner) for name, inner in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _finite(fields: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in fields}

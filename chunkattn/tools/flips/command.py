@@ -129,12 +129,8 @@ async def _measure(client: Client, tokenizer: str | None, report: FlipReport) ->
 
 async def _texts(tokens: Callable[[str], Awaitable[list[int]]], notes: list[str]) -> Texts:
     """Return a maker of texts of known token counts, or of word counts where the server does not tokenize."""
-
-    async def count(text: str) -> int:
-        return len(await tokens(text))
-
     try:
-        return await Texts.measured(count)
+        return await Texts.measured(tokens)
     except ChunkAttnError as error:
         notes.append(f"sizes count words instead of tokens: {error}")
         return Texts(dict.fromkeys(WORDS.split(), 1))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from chunkattn.tools.flips.replies import Score, Tally, Tokens, read_scores, read_tokens
@@ -71,6 +72,10 @@ class FlipPlan:
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[Any]]
 Round = Callable[[Tally], Awaitable[None]]
+Request = Sequence[tuple[int | None, str]]
+"""Items of one request, each with its place among the compared items; None for other items."""
+Arrangement = Callable[[Sequence[str]], Iterator[Request]]
+"""Function from the items of a query to the requests that ask for them."""
 
 
 class Scoring:
@@ -98,12 +103,13 @@ class Scoring:
 
     def conditions(self) -> list[tuple[str, Round]]:
         """Return the conditions without load."""
+        again = partial(self._compare, arrange=self._alone)
         companies = [(f"{count} other item{'s'[: count != 1]}", self._company(count)) for count in self._plan.company]
-        return [("again", self._alone), *companies, ("other orders", self._orders)]
+        return [("again", again), *companies, ("other orders", partial(self._compare, arrange=self._reordered, anew=True))]
 
     async def loaded(self, tally: Tally) -> None:
         """Ask every item alone and all items with new others, since a server may keep the score of an equal request."""
-        await self._alone(tally, anew=True)
+        await self._compare(tally, self._alone, anew=True)
         await self._company(self._plan.items + 3)(tally)
 
     def other(self, rng: random.Random) -> tuple[str, dict[str, Any]]:
@@ -111,37 +117,41 @@ class Scoring:
         query = rng.choice([rng.choice(self._asked)[0], self._texts.draw(rng, self._plan.query_tokens)])
         return self._request(query, [self._stranger(rng) for _ in range(rng.randint(1, 16))])
 
-    async def _alone(self, tally: Tally, *, anew: bool = False) -> None:
-        for query, items, first in self._asked:
-            self._compare(tally, first, [(await self._scores(query, [item], anew=anew))[0] for item in items])
+    async def _compare(self, tally: Tally, arrange: Arrangement, *, anew: bool = False) -> None:
+        """Ask the items of every query again, and compare their scores with the first ones.
 
-    async def _orders(self, tally: Tally) -> None:
+        Args:
+            tally: comparison to add to.
+            arrange: yields the requests for a query's items.
+            anew: whether the server is to compute scores that it keeps.
+        """
         for query, items, first in self._asked:
-            order = _other_order(self._rng, len(items))
-            scores = await self._scores(query, [items[index] for index in order], anew=True)
-            self._compare(tally, first, [score for _, score in sorted(zip(order, scores, strict=True))])
+            scored: dict[int | None, Score] = {}
+            for request in arrange(items):
+                scores = await self._scores(query, [text for _, text in request], anew=anew)
+                scored |= zip((place for place, _ in request), scores, strict=True)
+            now = [scored[place] for place in range(len(items))]
+            tally.add_scores(first, now, is_labelled=self._form in LABELLED)
+
+    def _alone(self, items: Sequence[str]) -> Iterator[Request]:
+        yield from ([entry] for entry in enumerate(items))
+
+    def _reordered(self, items: Sequence[str]) -> Iterator[Request]:
+        yield [(place, items[place]) for place in _other_order(self._rng, len(items))]
 
     def _company(self, count: int) -> Round:
         """Return the condition in which every item has `count` others; half of them at most are compared too."""
+        size = max(1, (count + 1) // 2)
 
-        async def ask(tally: Tally) -> None:
-            size = max(1, (count + 1) // 2)
-            for query, items, first in self._asked:
-                scored: dict[int, Score] = {}
-                order = self._rng.sample(range(len(items)), len(items))
-                for at in range(0, len(order), size):
-                    group = order[at : at + size]
-                    others = [(None, self._stranger(self._rng)) for _ in range(count + 1 - len(group))]
-                    asked: list[tuple[int | None, str]] = [*((index, items[index]) for index in group), *others]
-                    self._rng.shuffle(asked)
-                    scores = await self._scores(query, [text for _, text in asked], anew=True)
-                    scored |= {index: score for (index, _), score in zip(asked, scores, strict=True) if index is not None}
-                self._compare(tally, first, [scored[index] for index in range(len(items))])
+        def arrange(items: Sequence[str]) -> Iterator[Request]:
+            order = self._rng.sample(range(len(items)), len(items))
+            for at in range(0, len(order), size):
+                request: list[tuple[int | None, str]] = [(place, items[place]) for place in order[at : at + size]]
+                request += [(None, self._stranger(self._rng)) for _ in range(count + 1 - len(request))]
+                self._rng.shuffle(request)
+                yield request
 
-        return ask
-
-    def _compare(self, tally: Tally, first: Sequence[Score], now: Sequence[Score]) -> None:
-        tally.add_scores(first, now, is_labelled=self._form in LABELLED)
+        return partial(self._compare, arrange=arrange, anew=True)
 
     async def _scores(self, query: str, items: Sequence[str], *, anew: bool = False) -> list[Score]:
         path, body = self._request(query, items)
@@ -190,7 +200,11 @@ class Generation:
 
     def conditions(self) -> list[tuple[str, Round]]:
         """Return the conditions without load. The order of documents is free where they are chunks."""
-        orders = [("other orders", self._orders)] if self._form == "chunks" and self._plan.documents > 1 else []
+        orders = (
+            [("other orders", partial(self._again, reorder=True))]
+            if self._form == "chunks" and self._plan.documents > 1
+            else []
+        )
         return [("again", self._again), ("all at once", self._together), *orders]
 
     async def loaded(self, tally: Tally) -> None:
@@ -203,9 +217,10 @@ class Generation:
         documents = rng.sample(documents, rng.randint(1, len(documents)))
         return self._request(documents, self._question(rng), rng.randint(1, 2 * self._plan.output_tokens))
 
-    async def _again(self, tally: Tally) -> None:
+    async def _again(self, tally: Tally, *, reorder: bool = False) -> None:
         for first, (documents, question) in zip(self._first, self._prompts, strict=True):
-            tally.add_tokens(first, await self._tokens(documents, question))
+            order = _other_order(self._rng, len(documents)) if reorder else range(len(documents))
+            tally.add_tokens(first, await self._tokens([documents[place] for place in order], question))
 
     async def _together(self, tally: Tally) -> None:
         answers = await asyncio.gather(*(self._tokens(*prompt) for prompt in self._prompts), return_exceptions=True)
@@ -213,11 +228,6 @@ class Generation:
             if isinstance(answer, BaseException):
                 raise answer
             tally.add_tokens(first, answer)
-
-    async def _orders(self, tally: Tally) -> None:
-        for first, (documents, question) in zip(self._first, self._prompts, strict=True):
-            order = _other_order(self._rng, len(documents))
-            tally.add_tokens(first, await self._tokens([documents[index] for index in order], question))
 
     async def _tokens(self, documents: Sequence[str], question: str) -> Tokens:
         return read_tokens(await self._ask(*self._request(documents, question, self._plan.output_tokens)))

@@ -8,10 +8,8 @@ from typing import Any
 
 import msgspec
 
-from chunkattn.tools.load.client import Client
+from chunkattn.tools.load.client import LONGEST_MESSAGE, Client
 from chunkattn.tools.load.open_loop import OK, Record
-
-_LONGEST_MESSAGE = 300
 
 
 class _Delta(msgspec.Struct):
@@ -107,20 +105,20 @@ class Scores:
 
     def __init__(self, record: Record, items: int) -> None:
         self._record, self._items = record, items
-        self._pieces: list[bytes] = []
+        self._body = bytearray()
 
     def hear(self, piece: bytes) -> None:
         """Take a piece of the body."""
-        self._pieces.append(piece)
+        self._body += piece
 
     def text(self) -> str:
         """Return the body."""
-        return b"".join(self._pieces).decode(errors="replace")
+        return self._body.decode(errors="replace")
 
     def fault(self) -> str | None:
         """Return a fault if the number of scores differs from the number of items."""
         try:
-            answer = msgspec.json.decode(b"".join(self._pieces), type=_Scores)
+            answer = msgspec.json.decode(self._body, type=_Scores)
         except msgspec.MsgspecError as error:
             return f"the answer cannot be read: {error}"
         scores = answer.scores or answer.data or answer.results or []
@@ -146,13 +144,13 @@ class Sender:
         """Send a request, and write status, token times and counts of the answer into the record."""
         answer = Stream(record, self._clock) if self._items is None else Scores(record, self._items)
         try:
-            status = await self._client.post(self._path, body, answer.hear)
+            status = await self._client.send(self._path, body, answer.hear)
         except OSError as error:
             record.status, record.message = "connection", str(error) or type(error).__name__
             return
         if status != 200:
-            record.status, record.message = str(status), answer.text()[:_LONGEST_MESSAGE]
+            record.status, record.message = str(status), answer.text()[:LONGEST_MESSAGE]
         elif fault := answer.fault():
-            record.status, record.message = "wrong answer", fault[:_LONGEST_MESSAGE]
+            record.status, record.message = "wrong answer", fault[:LONGEST_MESSAGE]
         else:
             record.status = OK

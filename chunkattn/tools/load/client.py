@@ -14,7 +14,8 @@ from httptools import HttpParserError, HttpResponseParser
 from chunkattn.errors import ConfigError, EngineError
 
 _ANSWER_S = 60.0
-_LONGEST_MESSAGE = 300
+LONGEST_MESSAGE = 300
+"""Characters of an answer in the message of an error."""
 
 
 class MissingRoute(ConfigError):
@@ -63,20 +64,6 @@ class Client:
         self._headers = f"Host: {parts.netloc}\r\nAccept: */*\r\nContent-Type: application/json\r\n{key}"
         self._idle: list[_Connection] = []
 
-    async def ask(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
-        """Return status and body of the answer to a GET or, with a body, to a POST.
-
-        Args:
-            path: path below the base URL.
-            body: JSON.
-
-        Raises:
-            OSError: the connection failed or ended before the answer did.
-        """
-        parts: list[bytes] = []
-        status = await self._request("GET" if body is None else "POST", path, body or b"", parts.append)
-        return status, b"".join(parts)
-
     async def json(
         self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = _ANSWER_S, advice: str = ""
     ) -> Any:
@@ -95,23 +82,29 @@ class Client:
             EngineError: the server fails, gives no answer, or no JSON.
         """
         name = f"{'GET' if body is None else 'POST'} {path}"
+        answer = bytearray()
         try:
             async with asyncio.timeout(timeout_s):
-                status, text = await self.ask(path, None if body is None else json.dumps(body).encode())
+                status = await self.send(path, None if body is None else json.dumps(body).encode(), answer.extend)
         except TimeoutError:
             raise EngineError(f"{name} had no answer within {timeout_s:g} s") from None
         except OSError as error:
             raise EngineError(f"{name} failed: {error or type(error).__name__}; is the server running?") from None
         if status != 200:
             kind = _ERRORS.get(status, ConfigError if status < 500 else EngineError)
-            raise kind(f"{name} answered {status}: {text[:_LONGEST_MESSAGE].decode(errors='replace')}{advice}")
+            raise kind(f"{name} answered {status}: {answer[:LONGEST_MESSAGE].decode(errors='replace')}{advice}")
         try:
-            return json.loads(text)
+            return json.loads(answer)
         except ValueError:
             raise EngineError(f"{name} gave no JSON{advice}") from None
 
-    async def post(self, path: str, body: bytes, hear: Callable[[bytes], None]) -> int:
-        """Send a POST and return the status of its answer.
+    def close(self) -> None:
+        """Close the idle connections."""
+        while self._idle:
+            self._idle.pop().abort()
+
+    async def send(self, path: str, body: bytes | None, hear: Callable[[bytes], object]) -> int:
+        """Send a GET or, with a body, a POST, and return the status of the answer.
 
         Args:
             path: path below the base URL.
@@ -121,22 +114,13 @@ class Client:
         Raises:
             OSError: the connection failed or ended before the answer did.
         """
-        return await self._request("POST", path, body, hear)
-
-    def close(self) -> None:
-        """Close the idle connections."""
-        while self._idle:
-            self._idle.pop().abort()
-
-    async def _request(self, method: str, path: str, body: bytes, hear: Callable[[bytes], None]) -> int:
-        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(body)}\r\n\r\n"
+        method, data = ("GET", b"") if body is None else ("POST", body)
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}Content-Length: {len(data)}\r\n\r\n"
         while True:
-            connection = self._idle.pop() if self._idle else None
-            is_reused = connection is not None
-            if connection is None:
-                connection = await self._connect()
+            is_reused = bool(self._idle)
+            connection = self._idle.pop() if is_reused else await self._connect()
             try:
-                status = await connection.exchange(head.encode() + body, hear)
+                status = await connection.exchange(head.encode() + data, hear)
             except OSError:
                 if is_reused and not connection.has_answer:
                     continue  # the server closed the idle connection before the request came
@@ -163,7 +147,7 @@ class _Connection(asyncio.Protocol):
         self._status: asyncio.Future[int] | None = None
         self._has_head, self._ends_at_close = False, True
 
-    async def exchange(self, request: bytes, hear: Callable[[bytes], None]) -> int:
+    async def exchange(self, request: bytes, hear: Callable[[bytes], object]) -> int:
         """Send a request and return the status once the answer has ended."""
         self.has_answer, self._ends_at_close, self._hear = False, True, hear
         if not self.is_open:

@@ -133,11 +133,7 @@ async def sweep(
         EngineError: the server gives no right answer before the first measurement.
     """
     progress("measuring the tokens of words")
-
-    async def count(text: str) -> int:
-        return len(await tokens(text))
-
-    texts = await Texts.measured(count)
+    texts = await Texts.measured(tokens)
     if form.scoring in LABELLED and any(workload.is_rerank for workload in plan.workloads):
         form = replace(form, label_ids=await label_ids(tokens))
     for workload in plan.workloads:

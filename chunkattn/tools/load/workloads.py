@@ -108,16 +108,16 @@ class Texts:
         self._words = sorted(costs.items(), key=lambda entry: entry[1])
 
     @classmethod
-    async def measured(cls, count: Callable[[str], Awaitable[int]]) -> Texts:
+    async def measured(cls, tokens: Callable[[str], Awaitable[list[int]]]) -> Texts:
         """Measure the tokens of every word.
 
         Args:
-            count: returns the number of tokens of a text.
+            tokens: returns the token ids of a text.
         """
         costs = {}
         for word in WORDS.split():
-            one, many = await count(word), await count(" ".join([word] * (1 + _REPEATS)))
-            costs[word] = max(1, round((many - one) / _REPEATS))
+            one, many = await tokens(word), await tokens(" ".join([word] * (1 + _REPEATS)))
+            costs[word] = max(1, round((len(many) - len(one)) / _REPEATS))
         return cls(costs)
 
     def draw(self, rng: random.Random, tokens: int) -> str:
