@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from chunkattn.backends.base import AttentionBatch, RowWeighing, StepArray
 
@@ -36,6 +36,10 @@ class Tiles(NamedTuple):
 
     row: Int32[StepArray, " Q"]
     size: Int32[StepArray, " Q"]
+
+    def pick(self, which: Bool[np.ndarray, " Q"]) -> Tiles:
+        """Return the tiles at which `which` is true."""
+        return Tiles(self.row[which], self.size[which])
 
 
 def spans(batch: AttentionBatch, *values: Int32[np.ndarray, " T"]) -> Tiles:
@@ -81,7 +85,7 @@ def cut_at_questions(runs: Tiles, weighing: RowWeighing) -> Tiles:
     before = left[runs.row + runs.size] - left[runs.row]
     rows = np.stack([runs.row, runs.row + before], axis=1).ravel()
     sizes = np.stack([before, runs.size - before], axis=1).ravel()
-    return Tiles(rows[sizes > 0].astype(np.int32), sizes[sizes > 0].astype(np.int32))
+    return Tiles(rows.astype(np.int32), sizes.astype(np.int32)).pick(sizes > 0)
 
 
 def without_chunks(ranges: TileRanges, tiles: Tiles, weighing: RowWeighing, tile_slots: int) -> TileRanges:

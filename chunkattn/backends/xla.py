@@ -134,10 +134,10 @@ class XlaBackend(PortableBackend):
         weighing, few_rows = batch.row_weighing(), _few_rows(self.spec.num_heads, self.spec.num_kv_heads)
         many, few = [], []
         for kind in _kinds(batch, weighing):
-            tiles = cut(_picked(kind.runs, kind.long), MANY_ROWS)
+            tiles = cut(kind.runs.pick(kind.long), MANY_ROWS)
             small = (tiles.size <= MOST_FEW) & kind.remainders
-            rest = [_picked(kind.runs, ~kind.long), _picked(tiles, small)]
-            many.append((_picked(tiles, ~small), kind))
+            rest = [kind.runs.pick(~kind.long), tiles.pick(small)]
+            many.append((tiles.pick(~small), kind))
             few.append((cut(Tiles(*map(np.concatenate, zip(*rest, strict=True))), few_rows), kind))
         long = rows // (MOST_FEW + 1)
         many_bound = (len(many) - 1) * (rows // MANY_ROWS + long) + long
@@ -177,10 +177,6 @@ def _few_rows(heads: int, kv_heads: int) -> int:
     return rows if rows * heads > FOLDED_ROWS else 2 * rows
 
 
-def _picked(tiles: Tiles, which: Bool[np.ndarray, " tiles"]) -> Tiles:
-    return Tiles(tiles.row[which], tiles.size[which])
-
-
 def _kinds(batch: AttentionBatch, weighing: RowWeighing | None) -> list[_Kind]:
     """Return the kinds of tasks, in the order in which a row takes them.
 
@@ -188,7 +184,7 @@ def _kinds(batch: AttentionBatch, weighing: RowWeighing | None) -> list[_Kind]:
     """
     runs, prefix_end = spans(batch), batch.prefix_end[batch.row_seq]
     own, everything = np.maximum(batch.row_start, prefix_end), np.full(len(prefix_end), np.iinfo(np.int32).max, np.int32)
-    prefix = _picked(runs, prefix_end[runs.row] > 0)
+    prefix = runs.pick(prefix_end[runs.row] > 0)
     kinds = [_Kind(prefix, prefix.size > MOST_FEW, np.zeros_like(prefix_end), prefix_end, False)]
     if weighing is not None:
         weighed = weighing.end > weighing.begin
@@ -196,11 +192,11 @@ def _kinds(batch: AttentionBatch, weighing: RowWeighing | None) -> list[_Kind]:
         cuts = cut_at_questions(runs, weighing)
         long = (runs.size > MOST_FEW)[np.searchsorted(runs.row, cuts.row, side="right") - 1]  # as the prefix of these rows
         questions = weighed[cuts.row]
-        kinds.insert(0, _Kind(_picked(cuts, questions), long[questions], weighing.begin, weighing.end, False))
+        kinds.insert(0, _Kind(cuts.pick(questions), long[questions], weighing.begin, weighing.end, False))
     # Rows of the prefix have no part of their own.
     own_start = np.where(batch.row_slot < prefix_end, -1, own)
     parts = spans(batch, own_start)
-    parts = _picked(parts, own_start[parts.row] >= 0)
+    parts = parts.pick(own_start[parts.row] >= 0)
     return [*kinds, _Kind(parts, parts.size > MOST_FEW, own.astype(np.int32), everything, True)]
 
 

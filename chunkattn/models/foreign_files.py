@@ -145,17 +145,13 @@ def explain_folder(folder: Path) -> str | None:
         folder: local folder.
     """
     if (folder / "snapshots").is_dir() and folder.name.startswith("models--"):
-        hub_id = folder.name.removeprefix("models--").replace("--", "/")
+        hub_id = _hub_id(folder)
         where = "" if (snapshot := _snapshot(folder)) is None else f", or the folder {snapshot}"
         return f"it is the folder of {hub_id!r} in the hub's cache; pass the hub id {hub_id!r}{where}"
-    if cached := next(iter(sorted(folder.glob("models--*"))), None):
-        hub_id = cached.name.removeprefix("models--").replace("--", "/")
-        return f"it is the hub's cache of several models; pass a hub id, such as {hub_id!r}"
+    if cached := sorted(folder.glob("models--*")):
+        return f"it is the hub's cache of several models; pass a hub id, such as {_hub_id(cached[0])!r}"
     if (folder / "manifests").is_dir() and (folder / "blobs").is_dir():
-        return (
-            "it is Ollama's store; `ollama show --modelfile NAME` prints the blob of a model in its line FROM: pass the blob's "
-            "path"
-        )
+        return "it is Ollama's store; `ollama show --modelfile NAME` prints the blob of a model after FROM: pass that path"
     names = list_files(folder)
     if not names:
         return "it is empty; is the download complete, and the disk mounted?"
@@ -187,6 +183,11 @@ def explain_files(names: Collection[str], place: str) -> str | None:
     if others := sorted(name for name in names if name.endswith(".safetensors") and "/" not in name):
         return f"{others[0]} has another name than transformers gives; is it a whole model? Rename it to model.safetensors"
     return None
+
+
+def _hub_id(folder: Path) -> str:
+    """Return the hub id of a folder in the hub's cache."""
+    return folder.name.removeprefix("models--").replace("--", "/")
 
 
 def _snapshot(folder: Path) -> Path | None:

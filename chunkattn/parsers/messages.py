@@ -36,17 +36,20 @@ def read_messages(template: ChatTemplate, messages: Any) -> list[dict[str, Any]]
         RequestError: a message is malformed, its role is unknown, or there is no message.
     """
     if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
-        raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
+        raise _malformed("messages must be a list of {'role': ..., 'content': ...}")
     if not messages:
-        raise RequestError("messages are empty; give at least one message", param="messages")
+        raise _malformed("messages are empty; give at least one message")
     return [template.shaped(_read(number, message, template.text)) for number, message in enumerate(messages)]
+
+
+def _malformed(text: str) -> RequestError:
+    return RequestError(text, param="messages")
 
 
 def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not (role in ROLES or _names(template, role)):
-        text = f"message {number} has the unknown role {str(role)[:40]!r}; the roles are {', '.join(ROLES)}"
-        raise RequestError(text, param="messages")
+        raise _malformed(f"message {number} has the unknown role {str(role)[:40]!r}; the roles are {', '.join(ROLES)}")
     read = dict(message)
     if role == "developer" and not _names(template, role):
         read["role"] = "system"
@@ -57,7 +60,7 @@ def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, A
     if calls is not None:
         if role != "assistant" or not isinstance(calls, (list, tuple)):
             text = "must be a list" if role == "assistant" else "belong to assistant messages alone"
-            raise RequestError(f"the tool_calls of {name} {text}", param="messages")
+            raise _malformed(f"the tool_calls of {name} {text}")
         read["tool_calls"] = [_read_call(call, name) for call in calls]
     content = read.get("content")
     if content is None and calls is not None:
@@ -65,8 +68,7 @@ def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, A
     elif isinstance(content, (list, tuple)) and all(map(_is_text, content)):
         content = [*content]
     elif not isinstance(content, str):
-        text = f"the content of {name} must be a string or a list of text parts, got {type(content).__name__}"
-        raise RequestError(text, param="messages")
+        raise _malformed(f"the content of {name} must be a string or a list of text parts, got {type(content).__name__}")
     return {**read, "content": content}
 
 
@@ -84,7 +86,7 @@ def _read_call(call: Any, name: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         reason = 'must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-        raise RequestError(f"an entry in the tool_calls of {name} {reason}", param="messages")
+        raise _malformed(f"an entry in the tool_calls of {name} {reason}")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}

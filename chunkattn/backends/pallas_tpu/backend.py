@@ -199,7 +199,7 @@ class PallasTpuBackend(AttentionBackend):
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]])
         decode &= not self.batch_invariant  # the other kernel may add up in another order
-        prompts, weighing = Tiles(runs.row[~decode], runs.size[~decode]), batch.row_weighing()
+        prompts, weighing = runs.pick(~decode), batch.row_weighing()
         if weighing is not None:
             prompts = cut_at_questions(prompts, weighing)
         scalars = _scalars(batch, weighing, _cut_at_blocks(prompts, size), self.shape(size).slots, size)

@@ -73,8 +73,8 @@ class ChunkOptions:
     def __post_init__(self) -> None:
         if self.position_strategy == "offset":
             raise ConfigError(
-                "position_strategy 'offset' computes every document at the place where it stands, so vLLM cannot reuse it in "
-                "another order; choose 'shared' or 'reordered', or chunkattn.LLM"
+                "position_strategy 'offset' ties a document to its place, so vLLM cannot reuse it elsewhere; choose 'shared' "
+                "or 'reordered', or chunkattn.LLM"
             )
         if self.position_strategy not in POSITIONS:
             raise ConfigError(f"unknown position_strategy {self.position_strategy!r}; choose one of {', '.join(POSITIONS)}")
@@ -218,8 +218,7 @@ def _calibrated(model: str | None, revision: str | None, options: Mapping[str, A
     if read.weighs:
         raise ConfigError(
             f"the model's calibration has temperature {read.chunk_temperature} and scale {read.chunk_scale}, and vLLM's "
-            "attention kernels cannot weigh chunks; set chunk_calibration='off' and perhaps a chunk_position_gap, or use "
-            "chunkattn.LLM"
+            "kernels cannot weigh chunks; set chunk_calibration='off', or use chunkattn.LLM"
         )
     if chosen.chunk_position_gap is None and chosen.position_strategy == "shared":
         return replace(chosen, chunk_position_gap=read.chunk_position_gap)
@@ -266,8 +265,8 @@ def check_parallel(data_parallel_size: Any) -> None:
     """
     if (data_parallel_size or 1) > 1:
         raise ConfigError(
-            f"data_parallel_size {data_parallel_size}: every rank has its own store, and vLLM may send a prompt to another "
-            "rank than its documents; run one server for each replica, behind a router"
+            f"data_parallel_size {data_parallel_size}: vLLM may send a prompt to a rank whose store lacks its documents; run "
+            "one server for each replica, behind a router"
         )
 
 

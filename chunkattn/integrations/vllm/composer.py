@@ -172,11 +172,8 @@ def save(plans: Sequence[PromptPlan], held: HeldKeys, lora_request: Any = None) 
     tasks = [PromptTask(plan, None, lora_request=lora_request) for plan in plans]
     outputs, _, _ = yield from _submit(tasks, [], held, ())
     if failed := sum(map(ended_with_error, outputs)):
-        text = (
-            f"the engine ended {failed} of the {len(outputs)} requests that compute prefix and documents with an error; if "
-            "the prefix does not fit the chunk store, raise its bytes"
-        )
-        raise CapacityError(text, param="documents")
+        text = f"the engine ended {failed} of the {len(outputs)} requests that compute prefix and documents with an error"
+        raise CapacityError(f"{text}; the chunk store may need more bytes", param="documents")
 
 
 def _round(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[AnsweredTask]]:
@@ -245,7 +242,6 @@ def refusal(plan: PromptPlan) -> str:
     """Return the message for a prompt that the engine ends with an error each time."""
     tokens = sum(len(save.token_ids) - (save.kv_transfer_params or {})[PARAMS_KEY]["save"] for save in plan.saves)
     return (
-        f"the engine ended this prompt ({len(plan.saves)} documents, {tokens} tokens) with an error {RETRIES + 1} times, each "
-        "time after its documents; if the store does not hold them together, raise the bytes of the chunk store, or send fewer "
-        "documents at once; the engine's log tells other causes"
+        f"the engine ended this prompt ({len(plan.saves)} documents, {tokens} tokens) with an error {RETRIES + 1} times; raise "
+        "the bytes of the chunk store, or send fewer documents at once; the engine's log tells other causes"
     )
