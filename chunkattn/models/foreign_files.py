@@ -19,11 +19,11 @@ _CONVERT = (
     'convert them to safetensors, with PyTorch installed: python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{place}').save_pretrained('{place}')\""
 )
-_ADAPTER = "it holds a PEFT adapter; merge it into its base model (merge_and_unload) and save that"
+_UNPACK, _PASS = "unpack it and pass the folder inside", "pass a safetensors folder or a GGUF file"
 
 _HOLDS = (
     (("*.incomplete", "*.part", "*.crdownload", "*.aria2"), "a download into it is incomplete; run the download again"),
-    (("adapter_config.json",), _ADAPTER),
+    (("adapter_config.json",), "it holds a PEFT adapter; merge it into its base model (merge_and_unload) and save that"),
     (("model_index.json",), "it holds a diffusion pipeline, which is no language model"),
     (("params.json", "consolidated*.safetensors"), "consolidated.safetensors has Mistral's own names; get model*.safetensors"),
     (("consolidated*.pth",), "it holds Meta's own format; get the folder of the hub with model*.safetensors"),
@@ -32,21 +32,21 @@ _HOLDS = (
     (("openvino_*.xml",), "it holds an OpenVINO model; get the folder that it was exported from"),
     (("*.npz",), "it holds weights of MLX in NumPy's format; get the safetensors folder or a GGUF file of the model"),
     (("*.h5", "*.msgpack"), "it holds weights of TensorFlow or Flax; get the safetensors folder of the model"),
-    (("*.zip", "*.tar", "*.tar.*", "*.tgz", "*.7z"), "it holds an archive; unpack it and pass the folder inside"),
+    (("*.zip", "*.tar", "*.tar.*", "*.tgz", "*.7z"), f"it holds an archive; {_UNPACK}"),
 )
 """Patterns of files, any of which tells what a folder holds, with the words."""
 _ZIP = b"PK\x03\x04"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAGIC = (
-    ((_ZIP, b"\x80"), _PICKLES, "a pickle of PyTorch; pass a safetensors folder or a GGUF file"),
-    (_ZIP, ("",), "a zip archive; unpack it and pass the folder inside"),
-    (b"\x1f\x8b", ("",), "a gzip archive; unpack it and pass the folder inside"),
-    (b"7z\xbc\xaf", ("",), "a 7z archive; unpack it and pass the folder inside"),
-    (b"\x89HDF", ("",), "a file of TensorFlow; pass a safetensors folder or a GGUF file"),
+    ((_ZIP, b"\x80"), _PICKLES, f"a pickle of PyTorch; {_PASS}"),
+    (_ZIP, ("",), f"a zip archive; {_UNPACK}"),
+    (b"\x1f\x8b", ("",), f"a gzip archive; {_UNPACK}"),
+    (b"7z\xbc\xaf", ("",), f"a 7z archive; {_UNPACK}"),
+    (b"\x89HDF", ("",), f"a file of TensorFlow; {_PASS}"),
     ((b"lmgg", b"fmgg", b"tjgg"), ("",), "of llama.cpp's format before GGUF; convert the model anew"),
     (b"", (".safetensors", ".json", ".model", ".jinja"), "one file of a checkpoint; pass its folder, {parent}"),
-    (b"", (".onnx",), "an ONNX model; pass a safetensors folder or a GGUF file"),
-    (b"", (".tar",), "an archive; unpack it and pass the folder inside"),
+    (b"", (".onnx",), f"an ONNX model; {_PASS}"),
+    (b"", (".tar",), f"an archive; {_UNPACK}"),
 )
 """First bytes and suffixes of files, with the words."""
 

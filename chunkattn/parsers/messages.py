@@ -116,7 +116,7 @@ def check_rendered(messages: Sequence[Mapping[str, Any]], roles: Sequence[str], 
     """
     # Digits alone: templates that escape, quote, trim or capitalise contents keep them.
     key = str(uuid4().int)
-    mark = re.compile(rf"{key}(\d{{{_MARK_DIGITS}}})")
+    pattern = re.compile(rf"{key}(\d{{{_MARK_DIGITS}}})")
     owners = list[int]()
     texts = dict[int, str]()  # stripped texts by the number of their mark
     for number, message in enumerate(messages):
@@ -128,23 +128,19 @@ def check_rendered(messages: Sequence[Mapping[str, Any]], roles: Sequence[str], 
     owners += [number for number, message in enumerate(messages) for _ in message.get("tool_calls", ())]
     if not texts and first_call == len(owners):
         return
+    all_marks = [f"{key}{number:0{_MARK_DIGITS}}" for number in range(len(owners))]
 
     def rendered(at_end: bool) -> tuple[set[int], set[int]]:
         """Return the numbers of the marks in the rendered text, and those of the marks beside which stands their whole text."""
-        numbers, calls = iter(range(first_call)), iter(range(first_call, len(owners)))
+        of_texts, of_calls = iter(all_marks[:first_call]), iter(all_marks[first_call:])
         probes = []
         for message in messages:
-            contents = [
-                _with_mark(text, f"{key}{number:0{_MARK_DIGITS}}", at_end) for text, number in zip(texts_of(message), numbers)
-            ]
-            probe = with_texts(message, contents)
+            probe = with_texts(message, [_with_mark(text, mark, at_end) for text, mark in zip(texts_of(message), of_texts)])
             if "tool_calls" in message:
-                probe["tool_calls"] = [
-                    _renamed(call, f"{key}{number:0{_MARK_DIGITS}}") for call, number in zip(message["tool_calls"], calls)
-                ]
+                probe["tool_calls"] = [_renamed(call, mark) for call, mark in zip(message["tool_calls"], of_calls)]
             probes.append(probe)
         marks, whole, output = set(), set(), template.render(probes)
-        for match in mark.finditer(output):
+        for match in pattern.finditer(output):
             number = int(match[1])
             text = texts.get(number, "")
             marks.add(number)

@@ -235,8 +235,7 @@ class PromptParser:
         Raises:
             RequestError: an argument is malformed, or text and token ids are mixed.
         """
-        if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
-            raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param=names.chunks)
+        _check_list(documents, "documents", names.chunks)
         if not isinstance(prefix, (str, Sequence, np.ndarray)):
             text = f"the prefix must be text, token ids or messages, got {type(prefix).__name__}"
             raise RequestError(text, param=names.prefix)
@@ -300,9 +299,7 @@ class PromptParser:
         Raises:
             RequestError: the documents are not a list, or there are more than `max_chunks`.
         """
-        if isinstance(documents, str) or not isinstance(documents, Sequence):
-            got = type(documents).__name__
-            raise RequestError(f"documents must be a list of strings or token ids, got {got}", param="documents")
+        _check_list(documents, "documents", "documents")
         self._check_count(len(documents), "documents")
 
     def _check_count(self, chunks: int, param: str) -> None:
@@ -339,8 +336,7 @@ class PromptParser:
 
     def _chunked(self, prompt: ChunkedPrompt, focus: Focus | None) -> ParsedPrompt:
         """Parse a prompt in parts."""
-        if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
-            raise RequestError(f"chunks must be a list of parts, got {type(prompt.chunks).__name__}", param="prompt")
+        _check_list(prompt.chunks, "chunks", "prompt")
         if len({isinstance(part, str) for part in (prompt.prefix, *prompt.chunks, prompt.question)}) > 1:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
         encode = partial(self._part, self._chunks)
@@ -406,6 +402,11 @@ class PromptParser:
         if not question:
             raise RequestError("the question is empty", param=names.question)
         return make_layout(prefix, chunks, question, self.strategy, self.gap)
+
+
+def _check_list(parts: Any, name: str, param: str) -> None:
+    if isinstance(parts, (str, Mapping)) or not isinstance(parts, Sequence):
+        raise RequestError(f"{name} must be a list of strings or token ids, got {type(parts).__name__}", param=param)
 
 
 def _has_user(messages: Sequence[Any]) -> bool:

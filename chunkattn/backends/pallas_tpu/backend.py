@@ -12,7 +12,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from chunkattn.backends.base import (
-    FP8,
     KV,
     AttentionBackend,
     AttentionBatch,
@@ -110,8 +109,6 @@ class PallasTpuBackend(AttentionBackend):
         """
         if reason := spec.outside(_HEAD_DIMS, _BLOCK_SIZES, _FLOATS):
             return reason
-        if spec.cache_dtype not in (spec.dtype, FP8):
-            return f"K/V must be kept in {spec.dtype.name} or {FP8.name}, got {spec.cache_dtype.name}"
         backend = cls(spec)
         if backend._too_large(needed := backend.shape(1)) or backend._too_large(needed := backend.shape(_ALIGN)):
             size = needed.vmem_bytes(spec.dtype.itemsize, spec.cache_dtype.itemsize) >> 20

@@ -19,6 +19,7 @@ from chunkattn.integrations.vllm.requests import (
     plan_prompt,
     segment_keys,
 )
+from chunkattn.options import options_of
 from chunkattn.parsers import ParsedPrompt, PromptParser
 from chunkattn.parsers.document_encoder import pick_template
 
@@ -97,8 +98,7 @@ class ChunkOptions:
 
     def extra_config(self) -> dict[str, Any]:
         """Return the options that differ from the defaults, for `kv_connector_extra_config`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+        changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
         return {name: value for name, value in changed.items() if name != "chunk_position_gap" or value}
 
     def parser(self, tokenizer: PreTrainedTokenizerBase | None) -> PromptParser:
@@ -192,8 +192,8 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
     Raises:
         ConfigError: an option is invalid, or asks for a temperature or scale of chunks.
     """
-    names = {f.name for f in fields(ChunkOptions)}
-    connector = {f.name for f in fields(ConnectorOptions)} - names
+    names = options_of(ChunkOptions).keys()
+    connector = options_of(ConnectorOptions).keys() - names
     rest = {name: value for name, value in options.items() if name not in names | connector}
     for name in _WEIGHTS:
         if (value := rest.pop(name, None)) not in (None, 1, 1.0):
@@ -207,7 +207,14 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
         ConnectorOptions.parse(extra)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return chosen, transfer_config({**chosen.extra_config(), **extra}), rest
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",  # "recompute" would compute a missing document causally
+        "kv_connector_extra_config": {**chosen.extra_config(), **extra},
+    }
+    return chosen, transfer, rest
 
 
 def _calibrated(model: str | None, revision: str | None, options: Mapping[str, Any]) -> ChunkOptions:
@@ -236,25 +243,9 @@ def server_options(model: str, extra: Mapping[str, Any], revision: str | None = 
     Raises:
         ConfigError: as `take_options`.
     """
-    names = {f.name for f in fields(ChunkOptions)}
-    options = {name: value for name, value in extra.items() if name in names}
+    options = {name: value for name, value in extra.items() if name in options_of(ChunkOptions)}
     # The connector's gap, which a calibration file cannot change any more.
     return _calibrated(model, revision, {**options, "chunk_position_gap": extra.get("chunk_position_gap", 0)})
-
-
-def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config` for the connector.
-
-    Args:
-        extra: value of `kv_connector_extra_config`.
-    """
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail",  # "recompute" would compute a missing document causally
-        "kv_connector_extra_config": dict(extra),
-    }
 
 
 def check_parallel(data_parallel_size: Any) -> None:

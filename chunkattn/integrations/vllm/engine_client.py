@@ -203,15 +203,12 @@ def _check_transfer_params(value: Any) -> None:
     Raises:
         RequestError: the value is no object, or has the connector's key.
     """
-    if value is None:
-        return
-    text = None
-    if not isinstance(value, dict):
-        text = f"kv_transfer_params must be an object, got {type(value).__name__}"
-    elif PARAMS_KEY in value:
-        text = f"kv_transfer_params[{PARAMS_KEY!r}] is set by the server; send documents, chunks or separator text instead"
-    if text is not None:
-        raise RequestError(text, param="kv_transfer_params")
+    name = "kv_transfer_params"
+    if not isinstance(value, dict | None):
+        raise RequestError(f"{name} must be an object, got {type(value).__name__}", param=name)
+    if value and PARAMS_KEY in value:
+        text = f"{name}[{PARAMS_KEY!r}] is set by the server; send documents, chunks or separator text instead"
+        raise RequestError(text, param=name)
 
 
 def _input(request: EngineRequest, text: str | None = None) -> Any:

@@ -274,7 +274,7 @@ class ChunkLLM:
         """Run requests in vLLM, in order of submission."""
         adapters = [submission.lora_request for submission in submissions]
         return self.llm.generate(
-            [engine_prompt(submission.request) for submission in submissions],
+            [_engine_prompt(submission.request) for submission in submissions],
             [submission_params(submission) for submission in submissions],
             use_tqdm=use_tqdm and len(submissions) > _QUIET and sys.stderr.isatty(),
             priority=[submission.priority for submission in submissions],
@@ -282,7 +282,7 @@ class ChunkLLM:
         )
 
 
-def engine_prompt(request: EngineRequest) -> Any:
+def _engine_prompt(request: EngineRequest) -> Any:
     """Return a request's prompt in vLLM's form."""
     salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
     return {"prompt_token_ids": request.token_ids, **salt}

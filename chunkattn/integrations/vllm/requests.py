@@ -101,6 +101,12 @@ class EngineRequest:
     kv_transfer_params: dict[str, Any] | None
     keys: tuple[str, ...] = ()
 
+    @property
+    def save_start(self) -> int:
+        """Return the length of the prefix of a prefix or save request."""
+        assert self.kv_transfer_params is not None
+        return int(self.kv_transfer_params[PARAMS_KEY]["save"])
+
     def after(self, computed: Collection[str]) -> EngineRequest:
         """Return this composed request, with the keys whose K/V other requests computed for its prompt."""
         if self.kv_transfer_params is None or not computed:
