@@ -61,8 +61,8 @@ class PackedDenseBackend(AttentionBackend):
         limit = self.max_rows
         if batch.num_rows > limit:
             raise BackendError(
-                f"packed_dense: {batch.num_rows} rows in a step exceed the limit of {limit}; score fewer items at a time, or "
-                "use an algorithm or backend without a mask"
+                f"packed_dense: {batch.num_rows} rows in a step exceed the limit of {limit}; memory grows with their "
+                "square. Score fewer items at a time, or use an algorithm or backend without a mask"
             )
         size = min(len(batch.row_seq), limit)
         mask = np.zeros((size, size), bool)
@@ -75,8 +75,8 @@ class PackedDenseBackend(AttentionBackend):
             row = int(np.argmax(here != seen))
             raise BackendError(
                 f"packed_dense: row {row} (sequence {batch.row_seq[row]}, slot {batch.row_slot[row]}) sees {seen[row]} slots, "
-                f"of which {here[row]} are rows of this step, and no cache is read; compute the whole prompt as one span of "
-                "one step, or use another attention_backend"
+                f"of which {here[row]} are rows of this step, and no cache is read. Compute the whole prompt as one span of "
+                "one step with nothing of it cached, or use another attention_backend"
             )
         return MaskMetadata(mask)
 

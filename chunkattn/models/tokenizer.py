@@ -235,9 +235,9 @@ def _from_merges(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBas
         text = f"{folder}: {_VOCAB} and {_MERGES} do not say how texts are split, and tokenizer_class is {named!r}"
         raise _fault(f"{text}; supported are {', '.join(classes)}", f"save the tokenizer as {_JSON}")
     lines = _load(folder / _MERGES, lambda: (folder / _MERGES).read_text(encoding="utf-8")).split("\n")
-    made = {line.replace(" ", "") for line in lines}
+    merged = {line.replace(" ", "") for line in lines}
     longer = [token for token in vocab if len(token) > 1]
-    unmade = sum(token not in made for token in longer)
+    unmade = sum(token not in merged for token in longer)
     if not longer or unmade > len(longer) // 10:
         text = f"{folder / _MERGES} makes only {len(longer) - unmade} of the {len(longer)} longer tokens of {_VOCAB}"
         raise _fault(text, _AGAIN)
