@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from chunkattn.backends.base import NO_QUESTION, AttentionBatch, Weighing
-from chunkattn.backends.tiles import Tiles, spans
+from chunkattn.backends.tiles import spans
 
 
 def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
@@ -26,7 +26,9 @@ def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
     """
     block, rows, width = batch.block_size, len(batch.row_seq), batch.block_tables.shape[1]
     per_tile = tile_slots // block
-    runs = _runs(batch)
+    row_prefix = batch.prefix_end[batch.row_seq]
+    # Runs of rows of one sequence that lie in its prefix, or have one own part.
+    runs = spans(batch, np.where(batch.row_slot < row_prefix, -1, np.maximum(batch.row_start, row_prefix)))
     seq = batch.row_seq[runs.row]
     prefix_end = batch.prefix_end[seq]
     lead = -(-prefix_end // block)
@@ -66,12 +68,6 @@ def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
         block_size=block,
         weighing=None if batch.weighing is None else _weighing(batch.weighing, seq, shift, rows),
     )
-
-
-def _runs(batch: AttentionBatch) -> Tiles:
-    """Return the runs of rows of one sequence that lie in its prefix, or have one own part."""
-    prefix_end = batch.prefix_end[batch.row_seq]
-    return spans(batch, np.where(batch.row_slot < prefix_end, -1, np.maximum(batch.row_start, prefix_end)))
 
 
 def _weighing(weighing: Weighing, seq: Int32[np.ndarray, " R"], shift: Int32[np.ndarray, " R"], sequences: int) -> Weighing:

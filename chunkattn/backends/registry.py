@@ -118,8 +118,7 @@ def make_backend(name: str, spec: AttentionSpec, *, weighs: bool = False) -> Att
         BackendError: the name is unknown, or the backend does not support `spec`; the message gives the reason.
     """
     if name != "auto":
-        cls = get_backend(name)
-        if reason := refusal(cls, spec, weighs):
+        if reason := refusal(cls := get_backend(name), spec, weighs):
             raise BackendError(f"attention_backend {name!r} cannot serve this model: {reason}")
         return cls(spec)
     platform = jax.default_backend()
@@ -130,12 +129,12 @@ def make_backend(name: str, spec: AttentionSpec, *, weighs: bool = False) -> Att
         except BackendError as error:
             refused.append(str(error))
             continue
-        reason = refusal(cls, spec, weighs)
-        if reason is None:
-            if refused:
-                logger.warning("attention_backend auto: %s on %s, because %s", candidate, platform, "; ".join(refused))
-            else:
-                logger.info("attention_backend auto: %s on %s, the first choice there", candidate, platform)
-            return cls(spec)
-        refused.append(f"{candidate} cannot serve this model: {reason}")
+        if reason := refusal(cls, spec, weighs):
+            refused.append(f"{candidate} cannot serve this model: {reason}")
+            continue
+        why = f"because {'; '.join(refused)}" if refused else "the first choice there"
+        logger.log(
+            logging.WARNING if refused else logging.INFO, "attention_backend auto: %s on %s, %s", candidate, platform, why
+        )
+        return cls(spec)
     raise BackendError(f"no attention backend on {platform}: {'; '.join(refused)}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from chunkattn.backends.base import AttentionBatch, RowWeighing, StepArray
 
@@ -36,6 +36,10 @@ class Tiles(NamedTuple):
 
     row: Int32[StepArray, " Q"]
     size: Int32[StepArray, " Q"]
+
+    def pick(self, which: Bool[np.ndarray, " Q"]) -> Tiles:
+        """Return the tiles at which `which` is true."""
+        return Tiles(self.row[which], self.size[which])
 
 
 def spans(batch: AttentionBatch, *values: Int32[np.ndarray, " T"]) -> Tiles:
@@ -81,7 +85,7 @@ def cut_at_questions(runs: Tiles, weighing: RowWeighing) -> Tiles:
     before = left[runs.row + runs.size] - left[runs.row]
     rows = np.stack([runs.row, runs.row + before], axis=1).ravel()
     sizes = np.stack([before, runs.size - before], axis=1).ravel()
-    return Tiles(rows[sizes > 0].astype(np.int32), sizes[sizes > 0].astype(np.int32))
+    return Tiles(rows.astype(np.int32), sizes.astype(np.int32)).pick(sizes > 0)
 
 
 def without_chunks(ranges: TileRanges, tiles: Tiles, weighing: RowWeighing, tile_slots: int) -> TileRanges:
@@ -97,7 +101,7 @@ def without_chunks(ranges: TileRanges, tiles: Tiles, weighing: RowWeighing, tile
     weighed, before = end > begin, -(-begin // tile_slots)
     first_end = np.where(weighed, before, ranges.first_end)
     second_start = np.where(weighed, np.maximum(end // tile_slots, before), ranges.second_start)
-    return TileRanges(first_end.astype(np.int32), second_start.astype(np.int32), ranges.second_end)
+    return _ranges(first_end, second_start, ranges.second_end)
 
 
 def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRanges:
@@ -119,7 +123,7 @@ def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRan
     # A row start inside the prefix, such as a question's 0, merges the two ranges.
     first_end = np.where(start <= prefix_end, 0, -(-prefix_end // tile_slots))
     second_start = np.where(start <= prefix_end, 0, np.maximum(second_start, first_end))
-    return TileRanges(*(a.astype(np.int32) for a in (first_end, second_start, last // tile_slots + 1)))
+    return _ranges(first_end, second_start, last // tile_slots + 1)
 
 
 def full_tiles(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRanges:
@@ -139,7 +143,11 @@ def full_tiles(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRang
     first_end = np.where(start <= prefix_end, seen, np.minimum(prefix_end, seen)) // tile_slots
     second_start = np.maximum(-(-start // tile_slots), first_end)
     second_end = np.maximum(seen // tile_slots, second_start)
-    return TileRanges(*(a.astype(np.int32) for a in (first_end, second_start, second_end)))
+    return _ranges(first_end, second_start, second_end)
+
+
+def _ranges(*columns: np.ndarray) -> TileRanges:
+    return TileRanges(*(column.astype(np.int32) for column in columns))
 
 
 def over_rows(reduce: np.ufunc, batch: AttentionBatch, tiles: Tiles) -> Int32[np.ndarray, " Q"]:

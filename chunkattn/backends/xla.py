@@ -134,10 +134,10 @@ class XlaBackend(PortableBackend):
         weighing, few_rows = batch.row_weighing(), _few_rows(self.spec.num_heads, self.spec.num_kv_heads)
         many, few = [], []
         for kind in _kinds(batch, weighing):
-            tiles = cut(_picked(kind.runs, kind.long), MANY_ROWS)
+            tiles = cut(kind.runs.pick(kind.long), MANY_ROWS)
             small = (tiles.size <= MOST_FEW) & kind.remainders
-            rest = [_picked(kind.runs, ~kind.long), _picked(tiles, small)]
-            many.append((_picked(tiles, ~small), kind))
+            rest = [kind.runs.pick(~kind.long), tiles.pick(small)]
+            many.append((tiles.pick(~small), kind))
             few.append((cut(Tiles(*map(np.concatenate, zip(*rest, strict=True))), few_rows), kind))
         long = rows // (MOST_FEW + 1)
         many_bound = (len(many) - 1) * (rows // MANY_ROWS + long) + long
@@ -177,31 +177,27 @@ def _few_rows(heads: int, kv_heads: int) -> int:
     return rows if rows * heads > FOLDED_ROWS else 2 * rows
 
 
-def _picked(tiles: Tiles, which: Bool[np.ndarray, " tiles"]) -> Tiles:
-    return Tiles(tiles.row[which], tiles.size[which])
-
-
 def _kinds(batch: AttentionBatch, weighing: RowWeighing | None) -> list[_Kind]:
     """Return the kinds of tasks, in the order in which a row takes them.
 
     All tasks of a row but the last one, its own part, have tiles of one size, so that their order is kept.
     """
     runs, prefix_end = spans(batch), batch.prefix_end[batch.row_seq]
-    own, everything = np.maximum(batch.row_start, prefix_end), np.full(len(prefix_end), np.iinfo(np.int32).max, np.int32)
-    prefix = _picked(runs, prefix_end[runs.row] > 0)
+    starts, everything = np.maximum(batch.row_start, prefix_end), np.full(len(prefix_end), np.iinfo(np.int32).max, np.int32)
+    prefix = runs.pick(prefix_end[runs.row] > 0)
     kinds = [_Kind(prefix, prefix.size > MOST_FEW, np.zeros_like(prefix_end), prefix_end, False)]
     if weighing is not None:
         weighed = weighing.end > weighing.begin
-        own = np.where(weighed, weighing.end, own)
+        starts = np.where(weighed, weighing.end, starts)
         cuts = cut_at_questions(runs, weighing)
         long = (runs.size > MOST_FEW)[np.searchsorted(runs.row, cuts.row, side="right") - 1]  # as the prefix of these rows
         questions = weighed[cuts.row]
-        kinds.insert(0, _Kind(_picked(cuts, questions), long[questions], weighing.begin, weighing.end, False))
+        kinds.insert(0, _Kind(cuts.pick(questions), long[questions], weighing.begin, weighing.end, False))
     # Rows of the prefix have no part of their own.
-    own_start = np.where(batch.row_slot < prefix_end, -1, own)
-    parts = spans(batch, own_start)
-    parts = _picked(parts, own_start[parts.row] >= 0)
-    return [*kinds, _Kind(parts, parts.size > MOST_FEW, own.astype(np.int32), everything, True)]
+    part_start = np.where(batch.row_slot < prefix_end, -1, starts)
+    parts = spans(batch, part_start)
+    parts = parts.pick(part_start[parts.row] >= 0)
+    return [*kinds, _Kind(parts, parts.size > MOST_FEW, starts.astype(np.int32), everything, True)]
 
 
 def _tasks(batch: AttentionBatch, tiles_of_kinds: list[tuple[Tiles, _Kind]], bound: int, runs: int) -> Tasks:
@@ -245,7 +241,7 @@ def _attend(
         row, size, begin, end = (x[index] for x in tasks[:4])
         tables, page_len = (x[metadata.row_seq[row]] for x in (metadata.block_tables, metadata.page_len))
         used = jnp.arange(rows) < size[:, None]
-        own = jnp.where(used, _take(metadata.row_slot[None], row, rows)[0], -1)[..., None]
+        row_slots = jnp.where(used, _take(metadata.row_slot[None], row, rows)[0], -1)[..., None]
         folded = _take(q, row * groups, rows * groups)
         old = Softmax(*(_take(x, row * groups, rows * groups) for x in state))
         factor: float | jax.Array = scale
@@ -258,9 +254,9 @@ def _attend(
             slots = first[:, None] + jnp.arange(length)
             keys, values, valid = read_slots(cache, tables, page_len, first, length, q.dtype)
             present = valid & (slots < end[:, None])
-            mask = present[:, None] & (slots[:, None] <= own)
+            mask = present[:, None] & (slots[:, None] <= row_slots)
             if window is not None:
-                mask &= slots[:, None] > own - window
+                mask &= slots[:, None] > row_slots - window
             return softmax.update(state, folded, keys, values, mask, present, factor)
 
         first = jnp.int32(0)

@@ -115,7 +115,7 @@ class QuestionItems:
         Raises:
             RequestError: the state cannot be tokenized.
         """
-        return self._template.behind(state) if self._chunks else self._template.prefix(state)
+        return self._template.prefix(state, behind_documents=bool(self._chunks))
 
     @property
     def document_tokens(self) -> int:

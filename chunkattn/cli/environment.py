@@ -6,11 +6,11 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import chunkattn
+from chunkattn.distributions import version_of
 from chunkattn.terminal.commands import app, command, print_lines
 from chunkattn.tools.bench.measure import processor
 
@@ -40,10 +40,7 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "chunkattn", f"{chunkattn.__version__}, {Path(chunkattn.__file__).parent}"
     yield "Python", f"{platform.python_version()}, {sys.executable}"
     for package in PACKAGES:
-        try:
-            yield package, version(package)
-        except PackageNotFoundError:
-            yield package, "not installed"
+        yield package, version_of(package) or "not installed"
     yield "system", platform.platform()
     yield "processor", f"{processor()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     yield "memory", f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.1f} GiB"

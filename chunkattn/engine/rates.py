@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import AttentionBatch
-from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
+from chunkattn.backends.tiles import cut, spans, tile_ranges
 from chunkattn.engine.messages import StepRates
 
 TILE_ROWS, TILE_SLOTS = 256, 256
@@ -32,7 +32,7 @@ def tile_area(batch: AttentionBatch) -> int:
     several = runs.size > 1
     if not several.any():
         return 0
-    tiles = cut(Tiles(runs.row[several], runs.size[several]), TILE_ROWS)
+    tiles = cut(runs.pick(several), TILE_ROWS)
     return int(tile_ranges(batch, tiles, TILE_SLOTS).counts.sum()) * TILE_ROWS * TILE_SLOTS
 
 

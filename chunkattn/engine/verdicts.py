@@ -10,7 +10,6 @@ import uuid
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import xxhash
 
 from chunkattn.backends.base import AttentionBackend
 from chunkattn.backends.registry import get_backend
+from chunkattn.distributions import version_of
 from chunkattn.errors import ChunkAttnError, ModelError
 from chunkattn.local_files import read_object
 
@@ -96,16 +96,9 @@ def verdict_key(backend: AttentionBackend, *, weighs: bool, batch_invariant: boo
 
 def _machine() -> dict[str, Any]:
     device = jax.devices()[0]
-    packages = {name: _version(name) for name in ("jax", "jaxlib", "libtpu")}
+    packages = {name: version_of(name) for name in ("jax", "jaxlib", "libtpu")}
     flags = {name: os.environ.get(name, "") for name in _COMPILER_FLAGS}
     return {"chip": device.device_kind, "runtime": device.client.platform_version, **packages, **flags}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _source(backend: type[AttentionBackend]) -> str:

@@ -19,11 +19,11 @@ _CONVERT = (
     'convert them to safetensors, with PyTorch installed: python -c "from transformers import AutoModelForCausalLM as M; '
     "M.from_pretrained('{place}').save_pretrained('{place}')\""
 )
-_ADAPTER = "it holds a PEFT adapter; merge it into its base model (merge_and_unload) and save that"
+_UNPACK, _PASS = "unpack it and pass the folder inside", "pass a safetensors folder or a GGUF file"
 
 _HOLDS = (
     (("*.incomplete", "*.part", "*.crdownload", "*.aria2"), "a download into it is incomplete; run the download again"),
-    (("adapter_config.json",), _ADAPTER),
+    (("adapter_config.json",), "it holds a PEFT adapter; merge it into its base model (merge_and_unload) and save that"),
     (("model_index.json",), "it holds a diffusion pipeline, which is no language model"),
     (("params.json", "consolidated*.safetensors"), "consolidated.safetensors has Mistral's own names; get model*.safetensors"),
     (("consolidated*.pth",), "it holds Meta's own format; get the folder of the hub with model*.safetensors"),
@@ -32,21 +32,21 @@ _HOLDS = (
     (("openvino_*.xml",), "it holds an OpenVINO model; get the folder that it was exported from"),
     (("*.npz",), "it holds weights of MLX in NumPy's format; get the safetensors folder or a GGUF file of the model"),
     (("*.h5", "*.msgpack"), "it holds weights of TensorFlow or Flax; get the safetensors folder of the model"),
-    (("*.zip", "*.tar", "*.tar.*", "*.tgz", "*.7z"), "it holds an archive; unpack it and pass the folder inside"),
+    (("*.zip", "*.tar", "*.tar.*", "*.tgz", "*.7z"), f"it holds an archive; {_UNPACK}"),
 )
 """Patterns of files, any of which tells what a folder holds, with the words."""
 _ZIP = b"PK\x03\x04"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _MAGIC = (
-    ((_ZIP, b"\x80"), _PICKLES, "a pickle of PyTorch; pass a safetensors folder or a GGUF file"),
-    (_ZIP, ("",), "a zip archive; unpack it and pass the folder inside"),
-    (b"\x1f\x8b", ("",), "a gzip archive; unpack it and pass the folder inside"),
-    (b"7z\xbc\xaf", ("",), "a 7z archive; unpack it and pass the folder inside"),
-    (b"\x89HDF", ("",), "a file of TensorFlow; pass a safetensors folder or a GGUF file"),
+    ((_ZIP, b"\x80"), _PICKLES, f"a pickle of PyTorch; {_PASS}"),
+    (_ZIP, ("",), f"a zip archive; {_UNPACK}"),
+    (b"\x1f\x8b", ("",), f"a gzip archive; {_UNPACK}"),
+    (b"7z\xbc\xaf", ("",), f"a 7z archive; {_UNPACK}"),
+    (b"\x89HDF", ("",), f"a file of TensorFlow; {_PASS}"),
     ((b"lmgg", b"fmgg", b"tjgg"), ("",), "of llama.cpp's format before GGUF; convert the model anew"),
     (b"", (".safetensors", ".json", ".model", ".jinja"), "one file of a checkpoint; pass its folder, {parent}"),
-    (b"", (".onnx",), "an ONNX model; pass a safetensors folder or a GGUF file"),
-    (b"", (".tar",), "an archive; unpack it and pass the folder inside"),
+    (b"", (".onnx",), f"an ONNX model; {_PASS}"),
+    (b"", (".tar",), f"an archive; {_UNPACK}"),
 )
 """First bytes and suffixes of files, with the words."""
 
@@ -145,17 +145,13 @@ def explain_folder(folder: Path) -> str | None:
         folder: local folder.
     """
     if (folder / "snapshots").is_dir() and folder.name.startswith("models--"):
-        hub_id = folder.name.removeprefix("models--").replace("--", "/")
+        hub_id = _hub_id(folder)
         where = "" if (snapshot := _snapshot(folder)) is None else f", or the folder {snapshot}"
         return f"it is the folder of {hub_id!r} in the hub's cache; pass the hub id {hub_id!r}{where}"
-    if cached := next(iter(sorted(folder.glob("models--*"))), None):
-        hub_id = cached.name.removeprefix("models--").replace("--", "/")
-        return f"it is the hub's cache of several models; pass a hub id, such as {hub_id!r}"
+    if cached := sorted(folder.glob("models--*")):
+        return f"it is the hub's cache of several models; pass a hub id, such as {_hub_id(cached[0])!r}"
     if (folder / "manifests").is_dir() and (folder / "blobs").is_dir():
-        return (
-            "it is Ollama's store; `ollama show --modelfile NAME` prints the blob of a model in its line FROM: pass the blob's "
-            "path"
-        )
+        return "it is Ollama's store; `ollama show --modelfile NAME` prints the blob of a model after FROM: pass that path"
     names = list_files(folder)
     if not names:
         return "it is empty; is the download complete, and the disk mounted?"
@@ -187,6 +183,11 @@ def explain_files(names: Collection[str], place: str) -> str | None:
     if others := sorted(name for name in names if name.endswith(".safetensors") and "/" not in name):
         return f"{others[0]} has another name than transformers gives; is it a whole model? Rename it to model.safetensors"
     return None
+
+
+def _hub_id(folder: Path) -> str:
+    """Return the hub id of a folder in the hub's cache."""
+    return folder.name.removeprefix("models--").replace("--", "/")
 
 
 def _snapshot(folder: Path) -> Path | None:

@@ -15,11 +15,10 @@ from chunkattn.models.gguf_file import GGUFFile
 logger = logging.getLogger(__name__)
 
 FILE_NAME = "generation_config.json"
+_BOTH = {name: name for name in ("top_k", "top_p", "min_p")}
 _TAKEN = {
     "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
+    **_BOTH,
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
@@ -33,13 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Keys that are not applied, each with the values that change nothing; null changes nothing either."""
 _GGUF = "general.sampling."
-_GGUF_TAKEN = {
-    "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "penalty_repeat": "repetition_penalty",
-}
+_GGUF_TAKEN = {"temp": "temperature", **_BOTH, "penalty_repeat": "repetition_penalty"}
 """Keys of a GGUF file behind `general.sampling.`, each with the name in `SamplingParams`."""
 
 

@@ -58,6 +58,10 @@ class GGUFFile:
         """Return the error for a fault of the file."""
         return ModelError(f"{self.path}: {text}")
 
+    def damaged(self, text: str) -> ModelError:
+        """Return the error for a fault that a whole file of a recent llama.cpp has not."""
+        return self.fault(f"{text}; the file is damaged or incomplete: get it again, or convert the model anew with llama.cpp")
+
     def get(self, key: str, kind: type | tuple[type, ...], default: Any = None) -> Any:
         """Return a value of the metadata, or `default` if the file has none.
 
@@ -77,28 +81,28 @@ class GGUFFile:
             try:
                 value = self.metadata.elements(value)
             except ValueError as error:
-                raise self.fault(f"the metadata {key!r} cannot be read ({error}); the file is damaged") from error
+                raise self.damaged(f"the metadata {key!r} cannot be read ({error})") from error
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise self.fault(
-                f"the metadata {key!r} has the wrong type, {type(value).__name__}; get the file again, or convert "
-                "the model anew with llama.cpp"
-            )
+            raise self.damaged(f"the metadata {key!r} has the wrong type, {type(value).__name__}")
         return value
 
-    def array(self, key: str, kind: type) -> list[Any] | None:
+    def array(self, key: str, kind: type, length: int | None = None) -> list[Any] | None:
         """Return an array of the metadata, or None if the file has none.
 
         Args:
             key: see `get`.
             kind: type that every element must have; bools are no integers, and integers are floats.
+            length: number of elements that an array with elements must have; None for any.
 
         Raises:
-            ModelError: the value is no array, its elements have another type, or it is damaged.
+            ModelError: the value is no array, its elements have another type or another number, or it is damaged.
         """
         values = self.get(key, list)
         # The elements of an array have one type.
         if values and (type(values[0]), kind) not in ((kind, kind), (int, float)):
             raise self.fault(f"the metadata {key!r} must hold {kind.__name__}, not {type(values[0]).__name__}")
+        if values and length not in (None, len(values)):
+            raise self.damaged(f"{key} has {len(values)} entries for {length} tokens")
         return values
 
     def need(self, key: str, kind: type | tuple[type, ...]) -> Any:
@@ -112,7 +116,7 @@ class GGUFFile:
             ModelError: the key is missing, or its value has another type.
         """
         if self.full(key) not in self.metadata.values:
-            raise self.fault(f"the metadata {self.full(key)!r} is missing; convert the model anew with llama.cpp")
+            raise self.damaged(f"the metadata {self.full(key)!r} is missing")
         return self.get(key, kind)
 
     def full(self, key: str) -> str:
@@ -159,7 +163,7 @@ class GGUFFile:
                     "dequantise; use a file of another quantisation, such as Q8_0 or Q4_K_M"
                 ) from None
             if not np.isfinite(values).all():
-                raise self.fault(f"tensor {name!r} holds NaN or infinite values; the file is damaged, get it again")
+                raise self.damaged(f"tensor {name!r} holds NaN or infinite values")
             out[piece] = values[(slice(None), *cut)]
         return out
 

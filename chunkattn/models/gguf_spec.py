@@ -85,12 +85,12 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
 
     for name in ("token_embd.weight", "output_norm.weight"):
         if name not in file.tensors:
-            raise file.fault(f"tensor {name!r} is missing; the file is incomplete, get it again")
+            raise file.damaged(f"tensor {name!r} is missing")
     if len(file.shape("token_embd.weight")) != 2:
-        raise file.fault("tensor 'token_embd.weight' is no matrix; the file is damaged, get it again")
+        raise file.damaged("tensor 'token_embd.weight' is no matrix")
     indices = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
     if len(indices) != (layers := integer("block_count")):
-        raise file.fault(f"the file has {len(indices)} layers of tensors, block_count says {layers}; get it again")
+        raise file.damaged(f"the file has {len(indices)} layers of tensors, block_count says {layers}")
     heads, hidden = integer("attention.head_count"), integer("embedding_length")
     if heads < 1:
         raise file.fault(f"{architecture}.attention.head_count must be positive, got {heads}")

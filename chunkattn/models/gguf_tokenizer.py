@@ -22,15 +22,18 @@ _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
 _UPPER, _LOWER = r"(?:(?=\p{L})[^a-z])", r"(?:(?=\p{L})[^A-Z])"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
-)
+_SIGN = r"[^\r\n\p{L}\p{N}]?"
+
+
+def _cased(ending: str, digits: str) -> str:
+    """Return the pattern that begins a piece at a capital, with an ending behind words and a pattern of digits."""
+    words = rf"{_SIGN}{_UPPER}*{_LOWER}+{ending}|{_SIGN}{_UPPER}+{_LOWER}*{ending}"
+    return rf"{words}|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
+
+
+_TEKKEN = _cased("", r"\p{N}")
+_GPT4O = _cased(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
 _QWEN35 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}"
-_GPT4O = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
-)
 _LLAMA3_NAMES = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano")
 _SPLITS = {
     **dict.fromkeys(("gpt-2", "phi-2", "gigachat", "a.x-4.0", "mellum", "exaone4", "mpt", "olmo"), (_GPT2,)),
@@ -132,9 +135,8 @@ def _pair(merge: str) -> tuple[str, str]:
 
 def _sentencepiece(file: GGUFFile, vocabulary: Vocabulary) -> Tokenizer:
     """Return a SentencePiece BPE without added tokens. llama.cpp puts its dummy prefix behind every added token, too."""
-    scores = file.array("tokenizer.ggml.scores", float) or [0.0] * len(vocabulary.tokens)
-    if len(scores) != len(vocabulary.tokens):
-        raise file.fault(f"tokenizer.ggml.scores has {len(scores)} entries for {len(vocabulary.tokens)} tokens; get it again")
+    size = len(vocabulary.tokens)
+    scores = file.array("tokenizer.ggml.scores", float, size) or [0.0] * size
     prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     return sentencepiece_backend(
         Pieces(

@@ -75,13 +75,8 @@ def read_vocabulary(file: GGUFFile) -> Vocabulary:
     ids = {text: i for i, text in enumerate(tokens)}
     if len(ids) < len(tokens):
         i, text = next((i, text) for i, text in enumerate(tokens) if ids[text] != i)
-        raise file.fault(
-            f"tokens {i} and {ids[text]} of tokenizer.ggml.tokens are both {text!r}; get the file again, or pass "
-            "skip_tokenizer_init=True for token ids only"
-        )
-    kinds = file.array("tokenizer.ggml.token_type", int) or [NORMAL] * len(tokens)
-    if len(kinds) != len(tokens):
-        raise file.fault(f"tokenizer.ggml.token_type has {len(kinds)} entries for {len(tokens)} tokens; get the file again")
+        raise file.damaged(f"tokens {i} and {ids[text]} of tokenizer.ggml.tokens are both {text!r}")
+    kinds = file.array("tokenizer.ggml.token_type", int, len(tokens)) or [NORMAL] * len(tokens)
     size = len(tokens) or file.shape("token_embd.weight")[0]
     by_key = {key: _special_id(file, key, size) for key in ("eot", "eom", *_FILL_IN)}
     special = {name: _special_id(file, key, size) for name, key in _SPECIAL.items()}
@@ -122,8 +117,5 @@ def _special_id(file: GGUFFile, key: str, size: int) -> int | None:
     if token_id is None or token_id in _NONE:
         return None
     if not 0 <= token_id < size:
-        raise file.fault(
-            f"tokenizer.ggml.{key}_token_id {token_id} is outside the {size} tokens of the vocabulary; get the file "
-            "again, or convert the model anew with llama.cpp"
-        )
+        raise file.damaged(f"tokenizer.ggml.{key}_token_id {token_id} is outside the {size} tokens of the vocabulary")
     return int(token_id)

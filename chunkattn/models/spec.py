@@ -151,18 +151,16 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
     for name in (*sizes, "num_key_value_heads", "max_position_embeddings", *(["num_labels"] if is_classifier else [])):
         value = getattr(config, name, None)
         if not isinstance(value, int) or value < 1:
-            raise ModelError(f"configuration: {name} must be a positive integer, got {value!r}")
+            raise _wrong(f"{name} must be a positive integer, got {value!r}")
     if config.num_attention_heads % config.num_key_value_heads:
-        raise ModelError(
-            f"num_attention_heads {config.num_attention_heads} is not a multiple of "
-            f"num_key_value_heads {config.num_key_value_heads}"
-        )
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
-        raise ModelError(f"configuration: head_dim must be a positive even integer, got {head_dim!r}")
+        raise _wrong(f"head_dim must be a positive even integer, got {head_dim!r}")
     epsilon = config.rms_norm_eps
     if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
-        raise ModelError(f"configuration: rms_norm_eps must be a finite number that is not negative, got {epsilon!r}")
+        raise _wrong(f"rms_norm_eps must be a finite number that is not negative, got {epsilon!r}")
     # transformers reads `original_max_position_embeddings` beside the RoPE parameters only when a model is built.
     config.standardize_rope_params()
     rotary = make_rotary(config.rope_parameters, head_dim, config.max_position_embeddings)
@@ -189,6 +187,10 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
     )
 
 
+def _wrong(text: str) -> ModelError:
+    return ModelError(f"configuration: {text}")
+
+
 def _family(config: PretrainedConfig) -> tuple[Family, str]:
     """Return the family of `model_type`, and the class that `architectures` names.
 
@@ -204,8 +206,8 @@ def _family(config: PretrainedConfig) -> tuple[Family, str]:
     if named in _classes(family):
         return family, named
     if any(named in (*_classes(other), *(prefix + _BARE for prefix in other.prefixes)) for other in FAMILIES.values()):
-        raise ModelError(
-            f"configuration: architectures {named!r} and model_type {config.model_type!r} name two families; correct the wrong "
+        raise _wrong(
+            f"architectures {named!r} and model_type {config.model_type!r} name two families; correct the wrong "
             "one in config.json"
         )
     raise unsupported(f"architecture {named!r}")
@@ -233,13 +235,11 @@ def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) 
         if getattr(config, key, None):
             raise ModelError(f"quantized checkpoints ({key}) are not supported; use an unquantized one")
     if not getattr(config, "is_causal", True):
-        raise ModelError(f"configuration: is_causal is {config.is_causal}: bidirectional attention is not supported")
+        raise _wrong(f"is_causal is {config.is_causal}: bidirectional attention is not supported")
     if getattr(config, "is_heterogeneous", False):
-        raise ModelError("configuration: per_layer_config: layers of different shapes are not supported")
+        raise _wrong("per_layer_config: layers of different shapes are not supported")
     if weights := getattr(config, "transformers_weights", None):
-        raise ModelError(
-            f"configuration: transformers_weights {weights!r} is not supported; rename the file to model.safetensors"
-        )
+        raise _wrong(f"transformers_weights {weights!r} is not supported; rename the file to model.safetensors")
 
 
 def _decided(by_family: bool | None, config: PretrainedConfig, key: str) -> bool:
@@ -255,11 +255,11 @@ def _windows(family: Family, config: PretrainedConfig, max_model_len: int) -> tu
     if unknown := sorted(set(types) - {_FULL, _WINDOWED}):
         raise ModelError(f"layer type {unknown[0]!r} is not supported by {family.name}")
     if len(types) != layers:
-        raise ModelError(f"configuration: layer_types has {len(types)} entries for {layers} layers")
+        raise _wrong(f"layer_types has {len(types)} entries for {layers} layers")
     if _WINDOWED not in types:
         return (None,) * layers
     if not isinstance(window, int) or window < 1:
-        raise ModelError(f"configuration: layers with sliding_attention need a sliding_window, got {window!r}")
+        raise _wrong(f"layers with sliding_attention need a sliding_window, got {window!r}")
     if window >= max_model_len:
         return (None,) * layers
     return tuple(window if kind == _WINDOWED else None for kind in types)

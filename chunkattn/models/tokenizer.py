@@ -41,6 +41,7 @@ _OPTIONS: dict[str, Any] = {
     "split_special_tokens": False,
 }
 _ADVICE = "pass tokenizer=... with another folder or hub id, or skip_tokenizer_init=True to work with token ids only"
+_AGAIN = "get it again"
 
 _PROBES = (
     "a b",
@@ -85,10 +86,8 @@ def load_tokenizer(name: str | PathLike[str]) -> PreTrainedTokenizerBase:
     elif (folder / _VOCAB).exists() or (folder / _MERGES).exists():
         tokenizer = _from_merges(folder, config)
     else:
-        raise ModelError(
-            f"{folder} has no vocabulary: none of {_JSON}, {_SENTENCEPIECE}, or {_VOCAB} with {_MERGES}. Is the download "
-            f"complete, or are these GGUF files? Get it again, name a GGUF file as MODEL:QUANT, or {_ADVICE}"
-        )
+        text = f"{folder} has no vocabulary: none of {_JSON}, {_SENTENCEPIECE}, or {_VOCAB} with {_MERGES}"
+        raise _fault(text, "get it again, name a GGUF file as MODEL:QUANT")
     _check_declared(tokenizer, folder, configs)
     return tokenizer
 
@@ -110,9 +109,12 @@ def check_rows(tokenizer: PreTrainedTokenizerBase, rows: int, name: str) -> None
     needed = {token: i for token, i in tokenizer.get_vocab().items() if token in (tokenizer.bos_token, tokenizer.eos_token)}
     token, largest = max((vocabulary | needed).items(), key=lambda item: item[1])
     if largest >= rows:
-        raise ModelError(
-            f"the tokenizer of {name} gives {token!r} the id {largest}, and the model embeds {rows} tokens; {_ADVICE}"
-        )
+        raise _fault(f"the tokenizer of {name} gives {token!r} the id {largest}, and the model embeds {rows} tokens")
+
+
+def _fault(text: str, how: str = "") -> ModelError:
+    """Return an error that ends with ways out: `how`, if there is one, and the advice that holds for every tokenizer."""
+    return ModelError(f"{text}; {how and f'{how}, or '}{_ADVICE}")
 
 
 def _elsewhere(name: str) -> Path:
@@ -121,7 +123,7 @@ def _elsewhere(name: str) -> Path:
     try:
         return download(name, _HUB_PATTERNS) if is_hub_id else resolve_path(name)
     except ModelError as error:
-        raise ModelError(f"the tokenizer of {name!r} cannot be loaded: {error}; {_ADVICE}") from error
+        raise _fault(f"the tokenizer of {name!r} cannot be loaded: {error}") from error
 
 
 def _from_json(folder: Path) -> PreTrainedTokenizerBase:
@@ -135,7 +137,7 @@ def _from_json(folder: Path) -> PreTrainedTokenizerBase:
     witness.no_truncation()
     witness.no_padding()
     if not witness.get_vocab_size(with_added_tokens=False):
-        raise ModelError(f"{file} has an empty vocabulary; get it again, or {_ADVICE}")
+        raise _fault(f"{file} has an empty vocabulary", _AGAIN)
     tokenizer = _load(file, lambda: PreTrainedTokenizerFast.from_pretrained(folder, **_OPTIONS))
     if is_random:
         logger.info("%s splits words at random, as training wants it; here it always splits them alike", file)
@@ -174,7 +176,7 @@ def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> PreTrainedToken
     data = _load(file, file.read_bytes)
     witness = _load(file, lambda: SentencePieceProcessor(model_proto=data))
     if not data:
-        raise ModelError(f"{file} is empty; get it again, or {_ADVICE}")
+        raise _fault(f"{file} is empty", _AGAIN)
     proto = sentencepiece_model_pb2.ModelProto.FromString(data)
     rules, trained = proto.normalizer_spec, proto.trainer_spec
     texts, kinds = [piece.piece for piece in proto.pieces], [piece.type for piece in proto.pieces]
@@ -188,7 +190,7 @@ def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> PreTrainedToken
         (f"its add_dummy_prefix contradicts add_prefix_space in {_CONFIG}", _contradicts(config, rules.add_dummy_prefix)),
     ):
         if applies:
-            raise ModelError(f"{file} cannot be reproduced exactly: {reason}; save the tokenizer as {_JSON}, or {_ADVICE}")
+            raise _fault(f"{file} cannot be reproduced exactly: {reason}", f"save the tokenizer as {_JSON}")
     legacy = config.get("legacy") is not False
     pieces = Pieces(
         texts,
@@ -203,20 +205,12 @@ def _from_sentencepiece(folder: Path, config: dict[str, Any]) -> PreTrainedToken
     control = [text for text, kind in zip(texts, kinds, strict=True) if kind in (UNKNOWN, CONTROL)]
     backend.add_tokens([AddedToken(text, special=True, normalized=False) for text in control])
     named = {"bos_token": trained.bos_id, "eos_token": trained.eos_id, "unk_token": trained.unk_id}
-    options = {name: texts[i] for name, i in named.items() if 0 <= i < len(texts) and name not in config}
+    options: dict[str, Any] = {name: texts[i] for name, i in named.items() if 0 <= i < len(texts) and name not in config}
     if not isinstance(config.get("add_bos_token"), bool):
         options["add_bos_token"] = bool(config.get("bos_token", options.get("bos_token")))
     # An empty `vocab_file` keeps transformers from converting the model.
-    tokenizer = _load(
-        file,
-        lambda: PreTrainedTokenizerFast.from_pretrained(
-            folder,
-            tokenizer_object=backend,
-            vocab_file="",
-            **_OPTIONS,
-            **options,
-        ),
-    )
+    options |= {"tokenizer_object": backend, "vocab_file": "", **_OPTIONS}
+    tokenizer = _load(file, lambda: PreTrainedTokenizerFast.from_pretrained(folder, **options))
     _compare(tokenizer, file, _PROBES, witness.encode, witness.decode)
     return tokenizer
 
@@ -231,29 +225,25 @@ def _from_merges(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBas
 
     for name in (_VOCAB, _MERGES):
         if not (folder / name).exists():
-            raise ModelError(f"{folder} has no {name}. Is the download complete? Get it again, or {_ADVICE}")
+            raise _fault(f"{folder} has no {name}", _AGAIN)
     vocab = read_object(folder / _VOCAB)
     classes = {"GPT2Tokenizer": GPT2Tokenizer, "Qwen2Tokenizer": Qwen2Tokenizer}
     model = read_present(folder / "config.json")
     by_model = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}.get(str(model.get("model_type")))
     named = str(config.get("tokenizer_class") or by_model).removesuffix("Fast")
     if named not in classes:
-        raise ModelError(
-            f"{folder}: {_VOCAB} and {_MERGES} do not say how texts are split, and tokenizer_class is {named!r}; supported are "
-            f"{', '.join(classes)}. Save the tokenizer as {_JSON}, or {_ADVICE}"
-        )
+        text = f"{folder}: {_VOCAB} and {_MERGES} do not say how texts are split, and tokenizer_class is {named!r}"
+        raise _fault(f"{text}; supported are {', '.join(classes)}", f"save the tokenizer as {_JSON}")
     lines = _load(folder / _MERGES, lambda: (folder / _MERGES).read_text(encoding="utf-8")).split("\n")
-    made = {line.replace(" ", "") for line in lines}
+    merged = {line.replace(" ", "") for line in lines}
     longer = [token for token in vocab if len(token) > 1]
-    unmade = sum(token not in made for token in longer)
+    unmade = sum(token not in merged for token in longer)
     if not longer or unmade > len(longer) // 10:
-        raise ModelError(
-            f"{folder / _MERGES} makes only {len(longer) - unmade} of the {len(longer)} longer tokens of {_VOCAB}; is it "
-            f"complete? Get it again, or {_ADVICE}"
-        )
+        text = f"{folder / _MERGES} makes only {len(longer) - unmade} of the {len(longer)} longer tokens of {_VOCAB}"
+        raise _fault(text, _AGAIN)
     tokenizer = _load(folder / _VOCAB, lambda: classes[named].from_pretrained(folder, **_OPTIONS))
     if tokenizer.backend_tokenizer.get_vocab(with_added_tokens=False) != vocab:
-        raise ModelError(f"{folder / _VOCAB}: the ids of the loaded tokenizer are others; {_ADVICE}")
+        raise _fault(f"{folder / _VOCAB}: the ids of the loaded tokenizer are others")
     return tokenizer
 
 
@@ -262,7 +252,7 @@ def _load(file: Path, load: Callable[[], _T]) -> _T:
     try:
         return load()
     except Exception as error:
-        raise ModelError(f"{file} cannot be read: {cause_of(file, error)}; get it again, or {_ADVICE}") from error
+        raise _fault(f"{file} cannot be read: {cause_of(file, error)}", _AGAIN) from error
 
 
 def _compare(
@@ -276,14 +266,12 @@ def _compare(
     for text in probes:
         ids, expected = tokenizer(text, add_special_tokens=False)["input_ids"], list(encode(text))
         if ids != expected:
-            raise ModelError(
-                f"{file}: the loaded tokenizer reads {text!r} as {tokenizer.convert_ids_to_tokens(ids)}, the file as "
-                f"{tokenizer.convert_ids_to_tokens(expected)}; {_ADVICE}"
-            )
+            ours, others = map(tokenizer.convert_ids_to_tokens, (ids, expected))
+            raise _fault(f"{file}: the loaded tokenizer reads {text!r} as {ours}, the file as {others}")
         decoded = tokenizer.decode(ids)
         # SentencePiece writes a mark of its own for the unknown token.
         if tokenizer.unk_token_id not in ids and decoded != decode(ids):
-            raise ModelError(f"{file}: the loaded tokenizer writes {decoded!r}, the file {decode(ids)!r}; {_ADVICE}")
+            raise _fault(f"{file}: the loaded tokenizer writes {decoded!r}, the file {decode(ids)!r}")
 
 
 def _check_declared(tokenizer: PreTrainedTokenizerBase, folder: Path, configs: dict[str, dict[str, Any]]) -> None:
@@ -294,7 +282,4 @@ def _check_declared(tokenizer: PreTrainedTokenizerBase, folder: Path, configs: d
     ids = tokenizer.get_vocab()
     for text, i in declared.items():
         if ids.get(text) != i:
-            raise ModelError(
-                f"{folder}: a configuration gives the added token {text!r} the id {i}, the vocabulary gives {ids.get(text)}; "
-                f"{_ADVICE}"
-            )
+            raise _fault(f"{folder}: a configuration gives {text!r} the id {i}, the vocabulary gives {ids.get(text)}")

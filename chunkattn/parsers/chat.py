@@ -136,8 +136,7 @@ def _untrusted_starts(
     if "".join(parts) != text and (any(map(control.find, strings)) or trusted != control.find(text)):
         raise RequestError(
             "contents of user or tool messages hold the text of a control token, and the chat template changes these "
-            "contents, so the template's own control tokens cannot be identified. Remove the token's text from the "
-            "messages, or start the engine with special_tokens_in_documents=True",
+            "contents; remove the token's text, or start the engine with special_tokens_in_documents=True",
             param="messages",
         )
     if trusted == control.find(text):

@@ -36,17 +36,20 @@ def read_messages(template: ChatTemplate, messages: Any) -> list[dict[str, Any]]
         RequestError: a message is malformed, its role is unknown, or there is no message.
     """
     if not isinstance(messages, (list, tuple)) or not all(isinstance(m, Mapping) for m in messages):
-        raise RequestError("messages must be a list of {'role': ..., 'content': ...}", param="messages")
+        raise _malformed("messages must be a list of {'role': ..., 'content': ...}")
     if not messages:
-        raise RequestError("messages are empty; give at least one message", param="messages")
+        raise _malformed("messages are empty; give at least one message")
     return [template.shaped(_read(number, message, template.text)) for number, message in enumerate(messages)]
+
+
+def _malformed(text: str) -> RequestError:
+    return RequestError(text, param="messages")
 
 
 def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not (role in ROLES or _names(template, role)):
-        text = f"message {number} has the unknown role {str(role)[:40]!r}; the roles are {', '.join(ROLES)}"
-        raise RequestError(text, param="messages")
+        raise _malformed(f"message {number} has the unknown role {str(role)[:40]!r}; the roles are {', '.join(ROLES)}")
     read = dict(message)
     if role == "developer" and not _names(template, role):
         read["role"] = "system"
@@ -57,7 +60,7 @@ def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, A
     if calls is not None:
         if role != "assistant" or not isinstance(calls, (list, tuple)):
             text = "must be a list" if role == "assistant" else "belong to assistant messages alone"
-            raise RequestError(f"the tool_calls of {name} {text}", param="messages")
+            raise _malformed(f"the tool_calls of {name} {text}")
         read["tool_calls"] = [_read_call(call, name) for call in calls]
     content = read.get("content")
     if content is None and calls is not None:
@@ -65,8 +68,7 @@ def _read(number: int, message: Mapping[str, Any], template: str) -> dict[str, A
     elif isinstance(content, (list, tuple)) and all(map(_is_text, content)):
         content = [*content]
     elif not isinstance(content, str):
-        text = f"the content of {name} must be a string or a list of text parts, got {type(content).__name__}"
-        raise RequestError(text, param="messages")
+        raise _malformed(f"the content of {name} must be a string or a list of text parts, got {type(content).__name__}")
     return {**read, "content": content}
 
 
@@ -84,7 +86,7 @@ def _read_call(call: Any, name: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
         reason = 'must be {"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}'
-        raise RequestError(f"an entry in the tool_calls of {name} {reason}", param="messages")
+        raise _malformed(f"an entry in the tool_calls of {name} {reason}")
     arguments = function.get("arguments")
     if arguments is None or arguments == "":
         arguments = {}
@@ -114,7 +116,7 @@ def check_rendered(messages: Sequence[Mapping[str, Any]], roles: Sequence[str], 
     """
     # Digits alone: templates that escape, quote, trim or capitalise contents keep them.
     key = str(uuid4().int)
-    mark = re.compile(rf"{key}(\d{{{_MARK_DIGITS}}})")
+    pattern = re.compile(rf"{key}(\d{{{_MARK_DIGITS}}})")
     owners = list[int]()
     texts = dict[int, str]()  # stripped texts by the number of their mark
     for number, message in enumerate(messages):
@@ -126,23 +128,19 @@ def check_rendered(messages: Sequence[Mapping[str, Any]], roles: Sequence[str], 
     owners += [number for number, message in enumerate(messages) for _ in message.get("tool_calls", ())]
     if not texts and first_call == len(owners):
         return
+    all_marks = [f"{key}{number:0{_MARK_DIGITS}}" for number in range(len(owners))]
 
     def rendered(at_end: bool) -> tuple[set[int], set[int]]:
         """Return the numbers of the marks in the rendered text, and those of the marks beside which stands their whole text."""
-        numbers, calls = iter(range(first_call)), iter(range(first_call, len(owners)))
+        of_texts, of_calls = iter(all_marks[:first_call]), iter(all_marks[first_call:])
         probes = []
         for message in messages:
-            contents = [
-                _with_mark(text, f"{key}{number:0{_MARK_DIGITS}}", at_end) for text, number in zip(texts_of(message), numbers)
-            ]
-            probe = with_texts(message, contents)
+            probe = with_texts(message, [_with_mark(text, mark, at_end) for text, mark in zip(texts_of(message), of_texts)])
             if "tool_calls" in message:
-                probe["tool_calls"] = [
-                    _renamed(call, f"{key}{number:0{_MARK_DIGITS}}") for call, number in zip(message["tool_calls"], calls)
-                ]
+                probe["tool_calls"] = [_renamed(call, mark) for call, mark in zip(message["tool_calls"], of_calls)]
             probes.append(probe)
         marks, whole, output = set(), set(), template.render(probes)
-        for match in mark.finditer(output):
+        for match in pattern.finditer(output):
             number = int(match[1])
             text = texts.get(number, "")
             marks.add(number)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, cast
 
@@ -180,12 +181,13 @@ class PromptParser:
         # Without documents there is nothing to put in front of the first user message, and it may be missing.
         is_cut = documents is not None and (len(documents) > 0 or _has_user(messages))
         pieces = self._pieces(messages, template_options, "messages", is_cut=is_cut, with_history=choice is not None)
+        fill = partial(self._plain.fill, name="messages", param="messages")
         if documents is None or not is_cut:
-            layout = self._layout([], [], self._plain.fill(pieces.question, "messages", "messages"), _CHAT_NAMES)
+            layout = self._layout([], [], fill(pieces.question), _CHAT_NAMES)
             return ParsedPrompt(layout, ("".join(pieces.question),), names=_CHAT_NAMES)
         chunks = self._encoded(documents, self.documents, _CHAT_NAMES, choice)
-        first, last = ((self._plain.fill(p, "messages", "messages"), "".join(p)) for p in (pieces.prefix, pieces.question))
-        earlier = self._plain.fill(pieces.history, "messages", "messages") if pieces.history else []
+        first, last = ((fill(p), "".join(p)) for p in (pieces.prefix, pieces.question))
+        earlier = fill(pieces.history) if pieces.history else []
         # The last token of a text may change with what follows.
         history = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(earlier, last[0])))
         question = next(m for m in reversed(messages) if m["role"] == "user")
@@ -233,8 +235,7 @@ class PromptParser:
         Raises:
             RequestError: an argument is malformed, or text and token ids are mixed.
         """
-        if isinstance(documents, (str, Mapping)) or not isinstance(documents, Sequence):
-            raise RequestError(f"documents must be a list of parts, got {type(documents).__name__}", param=names.chunks)
+        _check_list(documents, "documents", names.chunks)
         if not isinstance(prefix, (str, Sequence, np.ndarray)):
             text = f"the prefix must be text, token ids or messages, got {type(prefix).__name__}"
             raise RequestError(text, param=names.prefix)
@@ -247,7 +248,7 @@ class PromptParser:
         elif any(isinstance(document, str) != isinstance(prefix, str) for document in documents):
             raise RequestError("prefix and documents must be all text or all token ids", param=names.chunks)
         else:
-            first, _ = self._prefix(cast("str | TokenIds", prefix), names)
+            first, _ = self._part(self.text, cast("str | TokenIds", prefix), "the prefix", names.prefix)
         return first, [self.documents(d, names.of(number), names.chunks)[0] for number, d in enumerate(documents)]
 
     def read_documents(self, documents: Sequence[str | TokenIds], names: Names = DOCUMENT_NAMES) -> list[list[int]]:
@@ -298,9 +299,7 @@ class PromptParser:
         Raises:
             RequestError: the documents are not a list, or there are more than `max_chunks`.
         """
-        if isinstance(documents, str) or not isinstance(documents, Sequence):
-            got = type(documents).__name__
-            raise RequestError(f"documents must be a list of strings or token ids, got {got}", param="documents")
+        _check_list(documents, "documents", "documents")
         self._check_count(len(documents), "documents")
 
     def _check_count(self, chunks: int, param: str) -> None:
@@ -337,16 +336,10 @@ class PromptParser:
 
     def _chunked(self, prompt: ChunkedPrompt, focus: Focus | None) -> ParsedPrompt:
         """Parse a prompt in parts."""
-        if isinstance(prompt.chunks, str) or not isinstance(prompt.chunks, Sequence):
-            raise RequestError(f"chunks must be a list of parts, got {type(prompt.chunks).__name__}", param="prompt")
+        _check_list(prompt.chunks, "chunks", "prompt")
         if len({isinstance(part, str) for part in (prompt.prefix, *prompt.chunks, prompt.question)}) > 1:
             raise RequestError("the parts of a ChunkedPrompt must be all text or all token ids", param="prompt")
-
-        def encode(chunk: str | TokenIds, name: str, param: str) -> Encoded:
-            if isinstance(chunk, str):
-                return self._chunks(chunk, name, param), chunk
-            return check_ids(chunk, name, param, most=self.max_tokens), None
-
+        encode = partial(self._part, self._chunks)
         return self._in_parts(prompt.prefix, prompt.chunks, prompt.question, encode, PROMPT_NAMES, focus)
 
     def _in_parts(
@@ -362,17 +355,15 @@ class PromptParser:
         if isinstance(prefix, str) != isinstance(question, str):
             raise RequestError("prefix and question must be both text or both token ids", param=names.question)
         encoded = self._encoded(chunks, encode, names, focus)
-        if isinstance(question, str):
-            last: Encoded = self.prompts(question, "the question", names.question), question
-        else:
-            last = check_ids(question, "question", names.question, most=self.max_tokens), None
-        parsed = self._joined(self._prefix(prefix, names), encoded, last, names)
+        last = self._part(self.prompts, question, "the question", names.question)
+        parsed = self._joined(self._part(self.text, prefix, "the prefix", names.prefix), encoded, last, names)
         return replace(parsed, query=last[1])
 
-    def _prefix(self, prefix: str | TokenIds, names: Names) -> Encoded:
-        if isinstance(prefix, str):
-            return self.text(prefix, "the prefix", names.prefix), prefix
-        return check_ids(prefix, "prefix", names.prefix, most=self.max_tokens), None
+    def _part(self, encode: Callable[[str, str, str], list[int]], part: str | TokenIds, name: str, param: str) -> Encoded:
+        """Return the token ids and the text of a part, which `encode` tokenizes, from the text, its name and its argument."""
+        if isinstance(part, str):
+            return encode(part, name, param), part
+        return check_ids(part, name.removeprefix("the "), param, most=self.max_tokens), None
 
     def _encoded(
         self,
@@ -411,6 +402,11 @@ class PromptParser:
         if not question:
             raise RequestError("the question is empty", param=names.question)
         return make_layout(prefix, chunks, question, self.strategy, self.gap)
+
+
+def _check_list(parts: Any, name: str, param: str) -> None:
+    if isinstance(parts, (str, Mapping)) or not isinstance(parts, Sequence):
+        raise RequestError(f"{name} must be a list of strings or token ids, got {type(parts).__name__}", param=param)
 
 
 def _has_user(messages: Sequence[Any]) -> bool:

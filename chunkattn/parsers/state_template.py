@@ -76,27 +76,18 @@ class StateTemplate:
         self._end = f".{self.after}"  # a question ends with a full stop
         self._end_ids = plain.fill([self._end])
 
-    def prefix(self, state: str) -> list[int]:
+    def prefix(self, state: str, *, behind_documents: bool = False) -> list[int]:
         """Return the token ids of a state and everything before it.
 
         Args:
             state: untrusted text of the state.
+            behind_documents: leave out the text before the state, which stands before documents then.
 
         Raises:
             RequestError: the state cannot be tokenized (see `PlainEncoder.fill`).
         """
-        return self._plain.fill([self.before, self._read(state), _MIDDLE], "state", "state")
-
-    def behind(self, state: str) -> list[int]:
-        """Return the token ids of a state behind documents.
-
-        Args:
-            state: untrusted text of the state.
-
-        Raises:
-            RequestError: the state cannot be tokenized (see `PlainEncoder.fill`).
-        """
-        return self._plain.fill(["", self._read(state), _MIDDLE], "state", "state")
+        before = "" if behind_documents else self.before
+        return self._plain.fill([before, state.lstrip() if self._trims else state, _MIDDLE], "state", "state")
 
     def item(self, pieces: Sequence[str], name: str) -> list[int]:
         """Return the token ids of a question behind the prefix.
@@ -139,9 +130,6 @@ class StateTemplate:
         """
         ids = self._plain.fill([f"{self._end}{text}"])
         return ids[-1] if ids[:-1] == self._end_ids else None
-
-    def _read(self, state: str) -> str:
-        return state.lstrip() if self._trims else state
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], variables: dict[str, Any], param: str) -> str:

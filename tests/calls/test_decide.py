@@ -95,7 +95,7 @@ def check_rendering(tokenizer):
     states = [*TEXTS, *random_texts(10, seed=3), STATE, "Question:", "ends<s", "<|im_end", " x \n"]
     questions = [*TEXTS, *random_texts(10, seed=4), "im_end|>", f"{FORGED}<s>"]
     prefixes = {state: template.prefix(state) for state in states}
-    behind = {state: template.behind(state) for state in states}
+    behind = {state: template.prefix(state, behind_documents=True) for state in states}
     controls = {"<s>", "</s>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"} & set(tokenizer.get_vocab())
     control = set(tokenizer.convert_tokens_to_ids(sorted(controls)))
     honest = [token for token in whole_of(template, plain, "a", ["", "b", "."]) if token in control]

@@ -130,7 +130,7 @@ def test_documents_are_weighed_as_for_generation(folder):
 
 def test_documents_and_state_are_computed_once(llm):
     salt, template = next(salts), StateTemplate(llm.frontend.plain)
-    before, state = template.before_ids, template.behind(STATE)
+    before, state = template.before_ids, template.prefix(STATE, behind_documents=True)
     chunks = llm.frontend.parser.read_documents(DOCUMENTS)
     questions = [Predicate(f"Fact {number} is true.") for number in range(20)]
     own = sum(len(template.item(["Is this true? ", q.text, "\nAnswer yes or no only."], "")) for q in questions)

@@ -219,7 +219,7 @@ def test_kinds_follow_the_engine(start, name, options, kinds):
     [
         lambda patch: patch.setenv("LIBTPU_INIT_ARGS", "--xla_other"),
         lambda patch: patch.setattr(verdicts, "_source", lambda backend: "other"),
-        lambda patch: patch.setattr(verdicts, "version", lambda package: "9"),
+        lambda patch: patch.setattr(verdicts, "version_of", lambda package: "9"),
         lambda patch: patch.setattr(
             jax, "devices", lambda: [SimpleNamespace(device_kind="v6e", client=jax.local_devices()[0].client)]
         ),

@@ -62,12 +62,12 @@ def divide(batch: AttentionBatch, weighing: RowWeighing | None, *, split: bool, 
     """
     runs = spans(batch)
     single = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]]) & decodes
-    singles, others = (Tiles(runs.row[x], runs.size[x]) for x in (single, ~single))
+    singles, others = map(runs.pick, (single, ~single))
     apart = np.full(len(others.row), split)
     if weighing is not None:
         others = cut_at_questions(others, weighing)
         apart = split | (weighing.end[others.row] > weighing.begin[others.row])
-    tiles, blocks = (Tiles(others.row[x], others.size[x]) for x in (~apart, apart))
+    tiles, blocks = map(others.pick, (~apart, apart))
     return Parts(tiles, blocks, singles)
 
 

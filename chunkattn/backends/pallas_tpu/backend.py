@@ -12,7 +12,6 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from chunkattn.backends.base import (
-    FP8,
     KV,
     AttentionBackend,
     AttentionBatch,
@@ -110,8 +109,6 @@ class PallasTpuBackend(AttentionBackend):
         """
         if reason := spec.outside(_HEAD_DIMS, _BLOCK_SIZES, _FLOATS):
             return reason
-        if spec.cache_dtype not in (spec.dtype, FP8):
-            return f"K/V must be kept in {spec.dtype.name} or {FP8.name}, got {spec.cache_dtype.name}"
         backend = cls(spec)
         if backend._too_large(needed := backend.shape(1)) or backend._too_large(needed := backend.shape(_ALIGN)):
             size = needed.vmem_bytes(spec.dtype.itemsize, spec.cache_dtype.itemsize) >> 20
@@ -199,7 +196,7 @@ class PallasTpuBackend(AttentionBackend):
         runs = spans(batch)
         decode = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]])
         decode &= not self.batch_invariant  # the other kernel may add up in another order
-        prompts, weighing = Tiles(runs.row[~decode], runs.size[~decode]), batch.row_weighing()
+        prompts, weighing = runs.pick(~decode), batch.row_weighing()
         if weighing is not None:
             prompts = cut_at_questions(prompts, weighing)
         scalars = _scalars(batch, weighing, _cut_at_blocks(prompts, size), self.shape(size).slots, size)

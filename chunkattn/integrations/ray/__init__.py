@@ -3,8 +3,7 @@
 Importing this package imports neither Ray nor JAX. `check_ray` tells whether the installed Ray is supported.
 """
 
-from importlib.metadata import PackageNotFoundError, version
-
+from chunkattn.distributions import version_of
 from chunkattn.errors import ConfigError
 
 SUPPORTED = ((2, 60), (2, 61))
@@ -18,10 +17,8 @@ def check_ray() -> None:
     Raises:
         ConfigError: Ray is missing, or its version is not supported.
     """
-    try:
-        found = version("ray")
-    except PackageNotFoundError:
-        raise ConfigError(f"replicas need Ray, which is not installed; {_INSTALL}") from None
+    if (installed := version_of("ray")) is None:
+        raise ConfigError(f"replicas need Ray, which is not installed; {_INSTALL}")
     low, high = (".".join(map(str, v)) for v in SUPPORTED)
-    if not SUPPORTED[0] <= tuple(int(n) for n in found.split(".")[:2]) < SUPPORTED[1]:
-        raise ConfigError(f"Ray {found} is installed, replicas need at least {low} and less than {high}; {_INSTALL}")
+    if not SUPPORTED[0] <= tuple(int(n) for n in installed.split(".")[:2]) < SUPPORTED[1]:
+        raise ConfigError(f"Ray {installed} is installed, replicas need at least {low} and less than {high}; {_INSTALL}")

@@ -15,9 +15,7 @@ def main() -> None:
     parser.add_argument("--request-timeout-s", type=float, default=ServerConfig.request_timeout_s, help="the server's option")
     parser.add_argument("--run-folder", help="folder of HAProxy's files")
     parser.add_argument("--first-port", type=int, default=8400, help="first of the 64 ports used on a node")
-    given = parser.parse_args()
-    options = {"request_timeout_s": given.request_timeout_s, "run_folder": given.run_folder, "first_port": given.first_port}
-    for name, value in environment(given.max_body_bytes, **options).items():
+    for name, value in environment(**vars(parser.parse_args())).items():
         print(f"export {name}={value}")
 
 

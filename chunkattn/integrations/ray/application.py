@@ -36,14 +36,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     """
     options = AppOptions.of(args)
     check_http(options.server_config, http_host(), allowed=options.allow_unauthenticated)
-    gateway = serve.deployment(Ingress).options(
-        name="Gateway",
-        num_replicas=options.gateways,
-        max_ongoing_requests=_GATEWAY_REQUESTS,
-        graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
-        ray_actor_options={"num_cpus": 0},
-        **_COMMON,
-    )
+    gateway = _gateway(Ingress, options.graceful_shutdown_timeout_s, options.gateways)
     return gateway.bind(_engines(options), args)
 
 
@@ -54,22 +47,26 @@ def local_application(options: AppOptions, config: ServerConfig) -> serve.Applic
         options: options of the application.
         config: options of the server: address and limits of the gateway.
     """
-    gateway = serve.deployment(Listening).options(
+    return _gateway(Listening, 5.0).bind(_engines(options), asdict(options), config)
+
+
+def _gateway(kind: type, shutdown_timeout_s: float, replicas: int = 1) -> Any:
+    """Return the deployment of a class of gateways."""
+    return serve.deployment(kind).options(
         name="Gateway",
-        num_replicas=1,
+        num_replicas=replicas,
         max_ongoing_requests=_GATEWAY_REQUESTS,
-        graceful_shutdown_timeout_s=5.0,
+        graceful_shutdown_timeout_s=shutdown_timeout_s,
         ray_actor_options={"num_cpus": 0},
         **_COMMON,
     )
-    return gateway.bind(_engines(options), asdict(options), config)
 
 
 def _engines(options: AppOptions) -> serve.Application:
     scale: dict[str, Any] = {"num_replicas": options.replicas}
     if isinstance(options.replicas, Mapping):
         scale = {"autoscaling_config": dict(options.replicas)}
-    made = serve.deployment(Replica).options(
+    deployment = serve.deployment(Replica).options(
         name="Engine",
         max_ongoing_requests=options.max_ongoing_requests,
         graceful_shutdown_timeout_s=options.graceful_shutdown_timeout_s,
@@ -80,4 +77,4 @@ def _engines(options: AppOptions) -> serve.Application:
         **_COMMON,
         **scale,
     )
-    return made.bind(dict(options.engine), dict(options.server))
+    return deployment.bind(dict(options.engine), dict(options.server))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,7 @@ from starlette.types import Message, Receive, Scope, Send
 from chunkattn.gateway.app import Gateway
 from chunkattn.integrations.ray.exposure import ANY, check_http, http_host, warn_of_open_ports
 from chunkattn.integrations.ray.handover import Handover, open_records
-from chunkattn.integrations.ray.keys import ReloadsKeys
+from chunkattn.integrations.ray.keys import ReloadsKeys, reload_everywhere
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.integrations.ray.options import CHANNEL, AppOptions, check_environment
 from chunkattn.integrations.ray.transport import ServeReplicas
@@ -25,11 +24,8 @@ from chunkattn.web.http import LONGEST_HEAD, head_too_long
 from chunkattn.web.listening import Listener, listen
 from chunkattn.web.options import ServerConfig
 
-logger = logging.getLogger(__name__)
-
 _START_S = 30.0
 """Seconds that a new gateway waits for the port of its predecessor."""
-_RELOAD_S = 5.0
 _FIRST_S = 10.0
 """Seconds that a new gateway waits for the first replica, because Ray sends it requests as soon as it has started."""
 
@@ -43,11 +39,11 @@ class _Served(ReloadsKeys):
         self._engine, options = engine, AppOptions.of(args)
         check_environment(options)
         set_up_logs(config.log_format)
-        made = options.gateway_options
-        records = await open_records(made.document_store)
+        gateway = options.gateway_options
+        records = await open_records(gateway.document_store)
         self._handover = Handover(records)
         stores = options.gateways == 1
-        self._gateway = Gateway(ServeReplicas(engine, CHANNEL), made, config, records, stores_documents=stores)
+        self._gateway = Gateway(ServeReplicas(engine, CHANNEL), gateway, config, records, stores_documents=stores)
         self.start_reloading(self._gateway.state.keys, self._gateway.documents.registry.delete_owned)
         await self._gateway.open()
         self._handover.start()
@@ -93,10 +89,7 @@ class Ingress(_Served):
             user_config: see `ReloadsKeys.reconfigure`.
         """
         await super().reconfigure(user_config)
-        try:
-            await self._engine.broadcast("reload_keys").results_async(timeout_s=_RELOAD_S)
-        except Exception:
-            logger.exception("the keys are not read again at every replica")
+        await reload_everywhere(self._engine)
 
     async def check_health(self) -> None:
         """Note that this gateway is still wanted. Ray calls this method until it stops the gateway."""

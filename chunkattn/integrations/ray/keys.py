@@ -1,12 +1,31 @@
-"""`ReloadsKeys`: deployments that read the key file again while they serve."""
+"""`ReloadsKeys`: deployments that read the key file again while they serve, and `reload_everywhere`, which asks them to."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Set
 from typing import Any
 
 from chunkattn.web.keys import KeyReloader, Keys
+
+logger = logging.getLogger(__name__)
+
+_RELOAD_S = 5.0
+"""Seconds within which the replicas of a deployment must answer."""
+
+
+async def reload_everywhere(*deployments: Any) -> None:
+    """Have every replica of some deployments read the key file again. A failure is logged.
+
+    Args:
+        *deployments: handles of the deployments.
+    """
+    for handle in deployments:
+        try:
+            await handle.broadcast("reload_keys").results_async(timeout_s=_RELOAD_S)
+        except Exception:
+            logger.exception("the keys are not read again at every replica")
 
 
 class ReloadsKeys:

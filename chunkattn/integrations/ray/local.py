@@ -11,15 +11,16 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 from chunkattn.config import make_config
+from chunkattn.distributions import version_of
 from chunkattn.errors import ConfigError, EngineDeadError
 from chunkattn.gguf_names import split_quant
 from chunkattn.integrations.ray import check_ray
+from chunkattn.integrations.ray.keys import reload_everywhere
 from chunkattn.integrations.ray.logs import LogServer
 from chunkattn.integrations.ray.options import ELSEWHERE, AppOptions, environment
 from chunkattn.models.loader import open_files
@@ -57,11 +58,11 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
         EngineDeadError: a replica failed at its start, or Ray died.
     """
     check_ray()
-    made = make_config(options.get("model"), {k: v for k, v in options.items() if k != "model"})
+    engine_config = make_config(options.get("model"), {k: v for k, v in options.items() if k != "model"})
     with listen(config) as listening:  # tells whether the gateway can listen
         config, url = replace(config, port=listening.getsockname()[1]), url_of(listening)
     set_up_logs(config.log_format)
-    open_files(made)  # tells in seconds whether the model can be read
+    open_files(engine_config)  # tells in seconds whether the model can be read
     cpus = max(os.cpu_count() or 1, count)
     with tempfile.TemporaryDirectory(prefix="chunkattn-ray-", ignore_cleanup_errors=True) as folder:
         _set_environment(config, folder)
@@ -73,7 +74,10 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
             _start_ray(cpus)
             _stop_at_signals()  # Ray has set a handler of its own
             resources = _resources(count, cpus, ray.cluster_resources())
-            engine = {**_absolute(options), "kv_cache_memory_bytes": _kv_bytes(made.kv_cache_memory_bytes, count, resources)}
+            engine = {
+                **_absolute(options),
+                "kv_cache_memory_bytes": _kv_bytes(engine_config.kv_cache_memory_bytes, count, resources),
+            }
             server = {n: v for n, v in asdict(config).items() if n not in ELSEWHERE}
             gateway = {"document_store": str(Path(config.document_store or f"{folder}/documents").resolve())}
             application = AppOptions(
@@ -164,7 +168,7 @@ async def _watch(config: ServerConfig, url: str) -> None:
         loop.add_signal_handler(number, note)
     gateway = serve.get_deployment_handle("Gateway", APP)
     engines = serve.get_deployment_handle("Engine", APP)
-    loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(_reload(gateway, engines)))
+    loop.add_signal_handler(signal.SIGHUP, lambda: loop.create_task(reload_everywhere(gateway, engines)))
     stopping, forced = (asyncio.ensure_future(e.wait()) for e in ends)
     watching = asyncio.ensure_future(_watch_gateway(gateway, engines, url))
     await asyncio.wait({stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
@@ -190,15 +194,6 @@ async def _watch_gateway(gateway: Any, engines: Any, url: str) -> None:
             if time.monotonic() - heard > _SILENCE_S:
                 raise EngineDeadError(f"the gateway has not answered for {_SILENCE_S:g} s: {error!r}") from None
         await asyncio.sleep(_WATCH_S if announced else 0.1)
-
-
-async def _reload(*deployments: Any) -> None:
-    """Have the gateway and every replica read the key file again, as SIGHUP does for one server."""
-    for handle in deployments:
-        try:
-            await handle.broadcast("reload_keys").results_async(timeout_s=_WATCH_S)
-        except Exception:
-            logger.exception("SIGHUP has not reached every replica")
 
 
 async def _end(gateway: Any, config: ServerConfig) -> None:
@@ -234,51 +229,43 @@ def _resources(count: int, cpus: int, cluster: Mapping[str, float]) -> dict[str,
     if os.environ.get("JAX_PLATFORMS", "").split(",")[0] == "cpu":
         return resources
     for kind, distributions in _ACCELERATORS.items():
-        found = int(cluster.get(kind, 0))
-        if not found or not any(map(_is_installed, distributions)):
+        devices = int(cluster.get(kind, 0))
+        if not devices or version_of(*distributions) is None:
             continue
-        if found < count:
-            text = f"{count} replicas need {count} {kind}s, this machine has {found}"
+        if devices < count:
+            text = f"{count} replicas need {count} {kind}s, this machine has {devices}"
             raise ConfigError(f"{text}; lower --replicas, or set JAX_PLATFORMS=cpu")
-        return resources | ({"num_gpus": 1} if kind == "GPU" else {"resources": {kind: found // count}})
+        return resources | ({"num_gpus": 1} if kind == "GPU" else {"resources": {kind: devices // count}})
     return resources
 
 
-def _is_installed(distribution: str) -> bool:
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
-def _kv_bytes(given: int | None, count: int, resources: Mapping[str, Any]) -> int | None:
+def _kv_bytes(size: int | None, count: int, resources: Mapping[str, Any]) -> int | None:
     """Return the size of the KV pool of one replica; None for the engine's default, the free memory of its accelerator.
 
     Raises:
         ConfigError: the pools do not fit the machine.
     """
     if resources.keys() - {"num_cpus"}:
-        return given
+        return size
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if given is None:
+    if size is None:
         return min(_DEFAULT_KV_BYTES, int(most * _KV_SHARE / count))
-    if given * count > most:
-        text = f"{count} replicas with kv_cache_memory_bytes {given} each need {given * count} bytes"
+    if size * count > most:
+        text = f"{count} replicas with kv_cache_memory_bytes {size} each need {size * count} bytes"
         raise ConfigError(f"{text}, this machine has {most}; lower one of the two")
-    return given
+    return size
 
 
 def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with absolute paths: replicas may run in another folder. A model may also be a hub id."""
-    made = dict(options)
+    resolved = dict(options)
     for name in ("model", "tokenizer", "generation_config", "chunk_calibration", "kv_store", "api_key_file"):
-        if not isinstance(made.get(name), (str, os.PathLike)):
+        if not isinstance(resolved.get(name), (str, os.PathLike)):
             continue
-        path = Path(given := os.fspath(made[name])).expanduser()
-        folder, quant = split_quant(given)
+        path = Path(named := os.fspath(resolved[name])).expanduser()
+        folder, quant = split_quant(named)
         if path.exists() or name in ("kv_store", "api_key_file"):
-            made[name] = str(path.resolve())
+            resolved[name] = str(path.resolve())
         elif quant and (place := Path(folder).expanduser()).exists():
-            made[name] = f"{place.resolve()}:{quant}"
-    return made
+            resolved[name] = f"{place.resolve()}:{quant}"
+    return resolved

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
@@ -69,11 +69,10 @@ class AppOptions:
         if not isinstance(self.allow_unauthenticated, bool):
             raise ConfigError(f"allow_unauthenticated must be true or false, got {self.allow_unauthenticated!r}")
         for part, cls, elsewhere in (("server", ServerConfig, ELSEWHERE), ("gateway", GatewayOptions, _NOT_HERE)):
-            given, known = getattr(self, part), [name for name in options_of(cls) if name not in elsewhere]
-            for name in given.keys() & elsewhere.keys():
+            values = getattr(self, part)
+            for name in values.keys() & elsewhere.keys():
                 raise ConfigError(f"{part}.{name} has no effect on Ray Serve; {elsewhere[name]}")
-            if unknown := sorted(given.keys() - set(known)):
-                raise ConfigError(f"unknown option {part}.{unknown[0]}; options are {', '.join(known)}")
+            _check_names(values, [name for name in options_of(cls) if name not in elsewhere], f"{part}.")
         if self.gateways > 1 and self.gateway_options.document_store is not None:
             raise ConfigError("gateway.document_store needs gateways 1: several gateways store no documents by id")
         _ = self.engine_config, self.server_config
@@ -88,9 +87,7 @@ class AppOptions:
         Raises:
             ConfigError: an option is unknown or invalid.
         """
-        known = list(cls.__dataclass_fields__)
-        if unknown := sorted(map(str, args.keys() - set(known))):
-            raise ConfigError(f"unknown option {unknown[0]!r} of the application; options are {', '.join(known)}")
+        _check_names(args, list(cls.__dataclass_fields__))
         return cls(**args)
 
     @property
@@ -125,6 +122,11 @@ class AppOptions:
         return self.server_config.max_body_bytes + _MESSAGE_OVERHEAD
 
 
+def _check_names(values: Mapping[str, Any], known: Sequence[str], part: str = "") -> None:
+    if unknown := sorted(map(str, values.keys() - {*known})):
+        raise ConfigError(f"unknown option {part}{unknown[0]}; options are {', '.join(known)}")
+
+
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"{name} must be a whole number of at least 1, got {value!r}")
@@ -138,6 +140,25 @@ _SINGLE_LOOP = {
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
 """Ray Serve's settings for throughput, without those that need HAProxy."""
+_NEEDED = tuple(_SINGLE_LOOP)[:3]
+"""Settings without which the application fails."""
+_PORTS = {
+    "HAPROXY_STATS_PORT": 0,
+    "HAPROXY_METRICS_PORT": 1,
+    "FALLBACK_PROXY_HTTP_PORT": 2,
+    "FALLBACK_PROXY_GRPC_PORT": 3,
+    "DIRECT_INGRESS_MIN_HTTP_PORT": 8,
+    "DIRECT_INGRESS_MAX_HTTP_PORT": 63,
+}
+"""Variables of ports, after `RAY_SERVE_`, each with its distance from the first port."""
+_FILES = {
+    "CONFIG_FILE_LOC": "haproxy.cfg",
+    "SOCKET_PATH": "admin.sock",
+    "SERVER_STATE_BASE": "",
+    "SERVER_STATE_FILE": "server-state",
+    "METRICS_SOCKET_PATH": "metrics.sock",
+}
+"""Variables of HAProxy's files, after `RAY_SERVE_HAPROXY_`, each with its path in their folder."""
 _MESSAGE = "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"
 _HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"
 _HARD_STOP = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
@@ -163,27 +184,23 @@ def environment(
         first_port: first of the 64 ports that HAProxy, its statistics and the gateways use on a node.
         drain_s: seconds that a gateway being stopped stays reachable, so that HAProxy's processes learn of it.
     """
-    made = {**_SINGLE_LOOP, _MESSAGE: str(max_body_bytes + _MESSAGE_OVERHEAD), "RAY_USAGE_STATS_ENABLED": "0"}
-    made["RAY_AUTH_MODE"] = "token"
+    variables = {
+        **_SINGLE_LOOP,
+        _MESSAGE: str(max_body_bytes + _MESSAGE_OVERHEAD),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+    }
     if not haproxy:
-        return made | {_HAPROXY: "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+        return variables | {_HAPROXY: "0", "RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
     folder = Path(run_folder or "/tmp/haproxy-serve")
-    return made | {
+    return {
+        **variables,
         _HAPROXY: "1",
         _HARD_STOP: str(ceil(request_timeout_s + _MARGIN_S)),
-        "RAY_SERVE_HAPROXY_STATS_PORT": str(first_port),
-        "RAY_SERVE_HAPROXY_METRICS_PORT": str(first_port + 1),
-        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(first_port + 2),
-        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(first_port + 3),
-        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(first_port + 8),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(first_port + 63),
+        **{f"RAY_SERVE_{name}": str(first_port + number) for name, number in _PORTS.items()},
+        **{f"RAY_SERVE_HAPROXY_{name}": str(folder / file) for name, file in _FILES.items()},
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(1 << 17),  # longer heads get HAProxy's 400; the gateway refuses those over 64 KiB
         "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(folder / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(folder / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(folder),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(folder / "server-state"),
-        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(folder / "metrics.sock"),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": f"{drain_s:g}",
     }
 
@@ -197,15 +214,14 @@ def check_environment(options: AppOptions) -> None:
     Raises:
         ConfigError: a variable is missing or wrong.
     """
-    wrong = [name for name, value in _SINGLE_LOOP.items() if name[:13] == "RAY_SERVE_RUN" and os.environ.get(name) != value]
-    if os.environ.get(name := "RAY_SERVE_USE_GRPC_BY_DEFAULT") != "1":
-        wrong.append(name)
-    given = os.environ.get(_MESSAGE, "")
-    if not given.isdecimal() or int(given) < options.max_message_bytes:
-        wrong.append(_MESSAGE)
-    stop = os.environ.get(_HARD_STOP, "")
-    if os.environ.get(_HAPROXY) == "1" and (not stop.isdecimal() or int(stop) < options.graceful_shutdown_timeout_s):
-        wrong.append(_HARD_STOP)
+    wrong = [name for name in _NEEDED if os.environ.get(name) != _SINGLE_LOOP[name]]
+    least: dict[str, float] = {_MESSAGE: options.max_message_bytes}
+    if os.environ.get(_HAPROXY) == "1":
+        least[_HARD_STOP] = options.graceful_shutdown_timeout_s
+    for name, number in least.items():
+        value = os.environ.get(name, "")
+        if not value.isdecimal() or int(value) < number:
+            wrong.append(name)
     if wrong:
         text = "set the variables of `python -m chunkattn.integrations.ray` before Ray starts on every node"
         raise ConfigError(f"the environment variable {wrong[0]} is missing or wrong ({os.environ.get(wrong[0])!r}); {text}")

@@ -104,9 +104,9 @@ class Replica(ReloadsKeys):
             since: version of an earlier report of this replica; only what was sent later is returned.
             to: the router's argument.
         """
-        told, status = self._state.reports.report(since), self._state.probe(warm=False)
+        report, status = self._state.reports.report(since), self._state.probe(warm=False)
         ready, responsive = status in ("ready", "unresponsive"), status != "unresponsive"
-        return Report(told["generation"], ready, told["capacity"], dict(told["held"]), responsive), told["version"]
+        return Report(report["generation"], ready, report["capacity"], dict(report["held"]), responsive), report["version"]
 
     async def metrics(self, to: Any = None) -> str:
         """Return the metrics of engine and application in Prometheus's text format.

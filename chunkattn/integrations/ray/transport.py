@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 from ray.exceptions import RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from chunkattn.gateway.replicas import Message, Outgoing, ReplicaGoneError, Report
@@ -20,7 +20,7 @@ from chunkattn.integrations.ray.membership import Ticket, membership
 
 _ANSWER_S = 5.0
 """Seconds within which a replica must tell its state or its metrics."""
-_GONE = (RayError, RayServeException, BackPressureError, DeploymentUnavailableError, grpc.RpcError)
+_GONE = (RayError, RayServeException, grpc.RpcError)
 """Errors of a call whose replica has died, is being stopped or cannot be reached."""
 
 
@@ -122,9 +122,9 @@ class ServeReplicas:
         """
         return await self._ask(self._metrics, name)
 
-    async def _ask(self, method: DeploymentHandle[Any], name: str, *given: Any) -> Any:
+    async def _ask(self, method: DeploymentHandle[Any], name: str, *arguments: Any) -> Any:
         number, gone = self._enter(name)
-        answer = _apart(method, *given, to=(name, number))
+        answer = _apart(method, *arguments, to=(name, number))
         reading = asyncio.ensure_future(_result(answer))
         try:
             await asyncio.wait({reading, gone}, timeout=_ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
@@ -155,13 +155,13 @@ class ServeReplicas:
         gone.cancel()
 
 
-def _apart(method: DeploymentHandle[Any], *given: Any, **options: Any) -> Any:
+def _apart(method: DeploymentHandle[Any], *arguments: Any, **options: Any) -> Any:
     """Call a method outside of the request that is being answered.
 
     Ray tells calls that wait for a replica apart by the request in which they were made, so that a second one at the same time
     would wait for ever.
     """
-    return Context().run(partial(method.remote, *given, **options))
+    return Context().run(partial(method.remote, *arguments, **options))
 
 
 async def _result(answer: Any) -> Any:

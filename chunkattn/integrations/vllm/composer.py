@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from chunkattn.errors import CapacityError
-from chunkattn.integrations.vllm.requests import PARAMS_KEY, EngineRequest, PromptPlan
+from chunkattn.integrations.vllm.requests import EngineRequest, PromptPlan
 
 if TYPE_CHECKING:
     from vllm.outputs import RequestOutput
@@ -86,9 +86,10 @@ class PromptTask:
     priority: int = 0
     lora_request: Any = None
 
-    def submission(self, request: EngineRequest, *, saves: bool) -> Submission:
+    def submission(self, request: EngineRequest) -> Submission:
         """Return the submission of one of the plan's requests."""
-        return Submission(request, None if saves else self.params, self.priority, self.lora_request)
+        params = self.params if request is self.plan.composed else None
+        return Submission(request, params, self.priority, self.lora_request)
 
 
 class Costs:
@@ -110,8 +111,7 @@ class Costs:
             request: the request.
             output: its output.
         """
-        start = (request.kv_transfer_params or {})[PARAMS_KEY]["save"]
-        chunk = tuple(request.token_ids[start:])
+        chunk = tuple(request.token_ids[request.save_start :])
         computed = len(request.token_ids) - (output.num_cached_tokens or 0)
         self.chunks[chunk] = min(len(chunk), computed)
         self.prefix = max(self.prefix, computed - self.chunks[chunk])
@@ -172,15 +172,12 @@ def save(plans: Sequence[PromptPlan], held: HeldKeys, lora_request: Any = None) 
     tasks = [PromptTask(plan, None, lora_request=lora_request) for plan in plans]
     outputs, _, _ = yield from _submit(tasks, [], held, ())
     if failed := sum(map(ended_with_error, outputs)):
-        text = (
-            f"the engine ended {failed} of the {len(outputs)} requests that compute prefix and documents with an error; if "
-            "the prefix does not fit the chunk store, raise its bytes"
-        )
-        raise CapacityError(text, param="documents")
+        text = f"the engine ended {failed} of the {len(outputs)} requests that compute prefix and documents with an error"
+        raise CapacityError(f"{text}; the chunk store may need more bytes", param="documents")
 
 
 def _round(tasks: Sequence[PromptTask], held: HeldKeys) -> Flow[list[AnsweredTask]]:
-    composed = [task.submission(task.plan.composed, saves=False) for task in tasks]
+    composed = [task.submission(task.plan.composed) for task in tasks]
     _, outputs, costs = yield from _submit(tasks, composed, held, held)
     for task, output in zip(tasks, outputs, strict=True):
         if not ended_with_error(output):
@@ -208,7 +205,7 @@ def _submit(
     for number, task in enumerate(tasks):
         for requests in task.plan.missing(present):
             for request in requests:
-                stage, submission = stages[request is not task.plan.prefix], task.submission(request, saves=True)
+                stage, submission = stages[request is not task.plan.prefix], task.submission(request)
                 if task.priority < stage.setdefault(request.keys, submission).priority:
                     stage[request.keys] = submission
                 payers.setdefault(request.keys, number)
@@ -243,9 +240,8 @@ def may_have_lost(plan: PromptPlan, output: RequestOutput) -> bool:
 
 def refusal(plan: PromptPlan) -> str:
     """Return the message for a prompt that the engine ends with an error each time."""
-    tokens = sum(len(save.token_ids) - (save.kv_transfer_params or {})[PARAMS_KEY]["save"] for save in plan.saves)
+    tokens = sum(len(save.token_ids) - save.save_start for save in plan.saves)
     return (
-        f"the engine ended this prompt ({len(plan.saves)} documents, {tokens} tokens) with an error {RETRIES + 1} times, each "
-        "time after its documents; if the store does not hold them together, raise the bytes of the chunk store, or send fewer "
-        "documents at once; the engine's log tells other causes"
+        f"the engine ended this prompt ({len(plan.saves)} documents, {tokens} tokens) with an error {RETRIES + 1} times; raise "
+        "the bytes of the chunk store, or send fewer documents at once; the engine's log tells other causes"
     )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,19 @@ if TYPE_CHECKING:
     from vllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def vllm_errors() -> Iterator[None]:
+    """Raise each `RequestError` as vLLM's error of a request, until a `with` statement ends.
+
+    Raises:
+        VLLMValidationError: in place of a `RequestError`.
+    """
+    try:
+        yield
+    except RequestError as error:
+        raise VLLMValidationError(str(error), parameter=error.param) from None
 
 
 class ChunkedInput(dict):
@@ -85,17 +98,14 @@ class ChunkEngineClient:
         Raises:
             VLLMValidationError: the prompt cannot be served, or a client wrote the connector's parameters itself.
         """
-        _check_transfer_params((sampling_params.extra_args or {}).get("kv_transfer_params"))
-        if not isinstance(prompt, ChunkedInput):
-            return self._client.generate(prompt, sampling_params, request_id, **options)
-        if name := refused_param(sampling_params):
-            raise VLLMValidationError(f"{name} of a prompt with chunks is not offered", parameter=name)
-        lora = options.get("lora_request")
-        try:
-            adapter = adapter_key(lora)
+        with vllm_errors():
+            _check_transfer_params((sampling_params.extra_args or {}).get("kv_transfer_params"))
+            if not isinstance(prompt, ChunkedInput):
+                return self._client.generate(prompt, sampling_params, request_id, **options)
+            if name := refused_param(sampling_params):
+                raise RequestError(f"{name} of a prompt with chunks is not offered", param=name)
+            adapter = adapter_key(options.get("lora_request"))
             plan = self._options.plan(prompt.parsed, self._client.model_config.max_model_len, adapter=adapter)
-        except RequestError as error:
-            raise VLLMValidationError(str(error), parameter=error.param) from None
         return self._answer(prompt.parsed, plan, sampling_params, request_id, options)
 
     async def _answer(
@@ -191,16 +201,14 @@ def _check_transfer_params(value: Any) -> None:
     """Check a client's `kv_transfer_params`.
 
     Raises:
-        VLLMValidationError: the value is no object, or has the connector's key.
+        RequestError: the value is no object, or has the connector's key.
     """
-    if value is None:
-        return
-    if not isinstance(value, dict):
-        text = f"kv_transfer_params must be an object, got {type(value).__name__}"
-        raise VLLMValidationError(text, parameter="kv_transfer_params")
-    if PARAMS_KEY in value:
-        text = f"kv_transfer_params[{PARAMS_KEY!r}] is set by the server; send documents, chunks or separator text instead"
-        raise VLLMValidationError(text, parameter="kv_transfer_params")
+    name = "kv_transfer_params"
+    if not isinstance(value, dict | None):
+        raise RequestError(f"{name} must be an object, got {type(value).__name__}", param=name)
+    if value and PARAMS_KEY in value:
+        text = f"{name}[{PARAMS_KEY!r}] is set by the server; send documents, chunks or separator text instead"
+        raise RequestError(text, param=name)
 
 
 def _input(request: EngineRequest, text: str | None = None) -> Any:

@@ -37,15 +37,8 @@ T = TypeVar("T")
 
 _QUIET = 8
 """Requests up to which no progress bar is shown."""
-_NOT_OFFERED = {
-    "score": "scoring",
-    "rerank": "reranking",
-    "lookup": "looking up documents",
-    "forget": "forgetting documents one by one",
-    "unpin": "pinning documents",
-    "warm_up": "compiling ahead",
-    "metrics": "metrics in one text",
-}
+_NOT_OFFERED = ("score", "rerank", "lookup", "forget", "unpin", "warm_up", "metrics")
+"""Methods of `chunkattn.LLM` without a counterpart in vLLM."""
 
 
 class ChunkLLM:
@@ -81,7 +74,7 @@ class ChunkLLM:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in _NOT_OFFERED:
-            raise AttributeError(f"ChunkLLM has no {name}: {_NOT_OFFERED[name]} is not offered in vLLM; use chunkattn.LLM")
+            raise AttributeError(f"ChunkLLM has no {name}, which is not offered in vLLM; use chunkattn.LLM")
         raise AttributeError(f"ChunkLLM has no attribute {name!r}; the vllm.LLM is ChunkLLM.llm")
 
     def generate(
@@ -281,7 +274,7 @@ class ChunkLLM:
         """Run requests in vLLM, in order of submission."""
         adapters = [submission.lora_request for submission in submissions]
         return self.llm.generate(
-            [engine_prompt(submission.request) for submission in submissions],
+            [_engine_prompt(submission.request) for submission in submissions],
             [submission_params(submission) for submission in submissions],
             use_tqdm=use_tqdm and len(submissions) > _QUIET and sys.stderr.isatty(),
             priority=[submission.priority for submission in submissions],
@@ -289,7 +282,7 @@ class ChunkLLM:
         )
 
 
-def engine_prompt(request: EngineRequest) -> Any:
+def _engine_prompt(request: EngineRequest) -> Any:
     """Return a request's prompt in vLLM's form."""
     salt = {} if request.cache_salt is None else {"cache_salt": request.cache_salt}
     return {"prompt_token_ids": request.token_ids, **salt}
@@ -358,18 +351,7 @@ def _output(prompt: ParsedPrompt, answer: AnsweredTask) -> RequestOutput:
         request_id=output.request_id,
         prompt=prompt.text,
         prompt_token_ids=prompt.layout.token_ids.tolist(),
-        outputs=[
-            CompletionOutput(
-                index=o.index,
-                text=o.text,
-                token_ids=list(o.token_ids),
-                cumulative_logprob=o.cumulative_logprob,
-                logprobs=None if o.logprobs is None else [_logprobs(entry) for entry in o.logprobs],
-                finish_reason=o.finish_reason,
-                stop_reason=o.stop_reason,
-            )
-            for o in output.outputs
-        ],
+        outputs=[_completion(completion) for completion in output.outputs],
         prompt_logprobs=None if listed is None else [None if entry is None else _logprobs(entry) for entry in listed],
         chunk_lens=prompt.layout.chunk_lens,
         num_cached_tokens=cached,
@@ -377,6 +359,14 @@ def _output(prompt: ParsedPrompt, answer: AnsweredTask) -> RequestOutput:
         prefix_len=prompt.layout.prefix_len if prompt.layout.chunk_lens else 0,
         focus=prompt.chosen,
     )
+
+
+def _completion(completion: Any) -> CompletionOutput:
+    """Return a sample in the form of this package."""
+    values = {f.name: getattr(completion, f.name) for f in fields(CompletionOutput)}
+    values["token_ids"] = list(completion.token_ids)
+    values["logprobs"] = None if completion.logprobs is None else [_logprobs(entry) for entry in completion.logprobs]
+    return CompletionOutput(**values)
 
 
 def _logprobs(entry: Mapping[int, Any]) -> dict[int, Logprob]:

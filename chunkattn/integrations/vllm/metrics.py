@@ -31,14 +31,21 @@ REFUSAL_REASONS = ("malformed", "unsupported", "missing")
 class ConnectorStats(KVConnectorStats):
     """Counts since the last report. Its data is a flat mapping from names to numbers."""
 
-    def count(self, name: str, amount: float = 1) -> None:
-        """Add to a counter."""
-        if amount:
-            self.data[name] = self.data.get(name, 0) + amount
+    def count(self, **amounts: float) -> None:
+        """Add to counters, by name."""
+        for name, amount in amounts.items():
+            if amount:
+                self.data[name] = self.data.get(name, 0) + amount
 
     def gauge(self, name: str, value: int) -> None:
         """Set a gauge."""
         self.data[name] = value
+
+    def take(self) -> ConnectorStats | None:
+        """Return the counts and forget them; None if nothing was counted."""
+        taken = None if self.is_empty() else ConnectorStats(data=dict(self.data))
+        self.reset()
+        return taken
 
     def reset(self) -> None:
         """Forget all counts."""
@@ -50,7 +57,7 @@ class ConnectorStats(KVConnectorStats):
             if name in GAUGES:
                 self.gauge(name, value)
             else:
-                self.count(name, value)
+                self.count(**{name: value})
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -73,28 +80,23 @@ class ConnectorPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        counter_cls, gauge_cls = metric_types[Counter], metric_types[Gauge]
+        counter, gauge = metric_types[Counter], metric_types[Gauge]
 
         def per_engine(metric: Any, *labels: object) -> dict[int, Any]:
             values = {engine: [*values, *labels] for engine, values in per_engine_labelvalues.items()}
             return create_metric_per_engine(metric, values)
 
-        self._counters = {
-            name: per_engine(counter_cls(f"vllm:chunkattn_{name}", text, labelnames=labelnames))
-            for name, text in COUNTERS.items()
+        self._metrics = {
+            name: per_engine(kind(f"vllm:chunkattn_{name}", text, labelnames=labelnames))
+            for kind, texts in ((counter, COUNTERS), (gauge, GAUGES))
+            for name, text in texts.items()
         }
-        self._gauges = {
-            name: per_engine(gauge_cls(f"vllm:chunkattn_{name}", text, labelnames=labelnames)) for name, text in GAUGES.items()
-        }
-        refused = counter_cls(
-            "vllm:chunkattn_refused_requests", "Requests refused, by reason.", labelnames=[*labelnames, "reason"]
-        )
-        self._counters |= {f"refused_{reason}": per_engine(refused, reason) for reason in REFUSAL_REASONS}
+        refused = counter("vllm:chunkattn_refused_requests", "Requests refused, by reason.", labelnames=[*labelnames, "reason"])
+        self._metrics |= {f"refused_{reason}": per_engine(refused, reason) for reason in REFUSAL_REASONS}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report of an engine."""
         for name, value in transfer_stats_data.items():
-            if name in self._gauges:
-                self._gauges[name][engine_idx].set(value)
-            elif name in self._counters:
-                self._counters[name][engine_idx].inc(value)
+            if name in self._metrics:
+                metric = self._metrics[name][engine_idx]
+                (metric.set if name in GAUGES else metric.inc)(value)

@@ -10,10 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
-from vllm.exceptions import VLLMValidationError
 
 from chunkattn.errors import RequestError
-from chunkattn.integrations.vllm.engine_client import ChunkedInput
+from chunkattn.integrations.vllm.engine_client import ChunkedInput, vllm_errors
 from chunkattn.parsers import DocumentPrompt, PromptParser
 from chunkattn.parsers.arguments import check_salt
 from chunkattn.schema.generation import Chunks, DocumentOrId, PromptDocuments, named_documents, prompts_of, with_stored
@@ -52,27 +51,28 @@ class ChunkRenderer:
         Raises:
             VLLMValidationError: the documents or messages are malformed, or an option cannot be served with documents.
         """
-        _refuse_focus(request)
-        if request.documents is None:
-            return await self._renderer.render_chat(request, **options)
-        _refuse(request, "truncate_prompt_tokens", "use_beam_search", "add_special_tokens")
-        documents: Sequence[Any] = _texts(request.documents)
-        request.documents = None  # chunks, and no variable of the chat template
-        variables = self._renderer.effective_chat_template_kwargs(request)
-        if variables.pop("documents", None) is not None:
-            text = "documents are chunks on this server; chat_template_kwargs cannot hold documents beside them"
-            raise VLLMValidationError(text, parameter="chat_template_kwargs")
-        rendered = await self._renderer.render_chat(request, **options)  # also checks tools and adjusts the request
-        if not isinstance(rendered, tuple):
-            return rendered
-        conversation, (plain,) = rendered
-        if (template := request.chat_template or self._renderer.chat_template) is not None:
-            variables["chat_template"] = template
-        if request.tools and not (request.tool_choice == "none" and self._renderer.exclude_tools_when_tool_choice_none):
-            variables["tools"] = [tool.model_dump() for tool in request.tools]
-        salt = _salt(request)
-        chunked = await self._run(self._parse_chat, conversation, documents, variables, plain.get("prompt"), salt)
-        return conversation, [chunked]
+        with vllm_errors():
+            _refuse_focus(request)
+            if request.documents is None:
+                return await self._renderer.render_chat(request, **options)
+            _refuse(request, "truncate_prompt_tokens", "use_beam_search", "add_special_tokens")
+            documents: Sequence[Any] = _texts(request.documents)
+            request.documents = None  # chunks, and no variable of the chat template
+            variables = self._renderer.effective_chat_template_kwargs(request)
+            if variables.pop("documents", None) is not None:
+                text = "documents are chunks on this server; chat_template_kwargs cannot hold documents beside them"
+                raise RequestError(text, param="chat_template_kwargs")
+            rendered = await self._renderer.render_chat(request, **options)  # also checks tools and adjusts the request
+            if not isinstance(rendered, tuple):
+                return rendered
+            conversation, (plain,) = rendered
+            if (template := request.chat_template or self._renderer.chat_template) is not None:
+                variables["chat_template"] = template
+            if request.tools and not (request.tool_choice == "none" and self._renderer.exclude_tools_when_tool_choice_none):
+                variables["tools"] = [tool.model_dump() for tool in request.tools]
+            salt = check_salt(request.cache_salt)
+            chunked = await self._run(self._parse_chat, conversation, documents, variables, plain.get("prompt"), salt)
+            return conversation, [chunked]
 
     def _parse_chat(
         self,
@@ -92,20 +92,17 @@ class ChunkRenderer:
             salt: salt of the cache.
 
         Raises:
-            VLLMValidationError: the conversation cannot be cut into parts.
+            RequestError: the conversation cannot be cut into parts.
         """
         for messages in _flattened(conversation):
-            try:
-                if rendered is not None and self._parser.parse_chat(messages, None, **variables).text == rendered:
-                    parsed = self._parser.parse_chat(messages, documents, **variables)
-                    return ChunkedInput(replace(parsed, cache_salt=salt))
-            except RequestError as error:
-                raise _invalid(error) from None
+            if rendered is not None and self._parser.parse_chat(messages, None, **variables).text == rendered:
+                parsed = self._parser.parse_chat(messages, documents, **variables)
+                return ChunkedInput(replace(parsed, cache_salt=salt))
         text = (
             "the rendered conversation cannot be cut into parts, because the chat template changes contents, reads lists "
             "or gives token ids; send a completion with chunks instead"
         )
-        raise VLLMValidationError(text, parameter="messages")
+        raise RequestError(text, param="messages")
 
     async def render_completion(self, request: CompletionRequest, **options: Any) -> Any:
         """Render a completion. `chunks`, and prompts with separators, become prompts with chunks.
@@ -113,32 +110,30 @@ class ChunkRenderer:
         Raises:
             VLLMValidationError: a prompt is malformed, or an option cannot be served with chunks.
         """
-        _refuse_focus(request)
-        chunk_aware, chunks = getattr(request, "chunk_aware", None), getattr(request, "chunks", None)
-        split = self._parser.chunk_aware if chunk_aware is None else chunk_aware
-        if chunks is None and not (split and request.prompt and self._may_split(request.prompt)):
-            return await self._renderer.render_completion(request, **options)
-        try:
+        with vllm_errors():
+            _refuse_focus(request)
+            chunk_aware, chunks = getattr(request, "chunk_aware", None), getattr(request, "chunks", None)
+            split = self._parser.chunk_aware if chunk_aware is None else chunk_aware
+            if chunks is None and not (split and request.prompt and self._may_split(request.prompt)):
+                return await self._renderer.render_completion(request, **options)
             prompts = prompts_of(request.prompt) if chunks is None else [_chunks(chunks)]
             parsed = [await self._run(self._parser.parse, prompt, split) for prompt in prompts]
-        except RequestError as error:
-            raise _invalid(error) from None
-        if chunks is None and all(prompt.layout.is_plain for prompt in parsed):
-            return await self._renderer.render_completion(request, **options)
-        _refuse(request, "suffix", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search")
-        if not request.add_special_tokens:
-            raise VLLMValidationError("add_special_tokens false is not offered with chunks", parameter="add_special_tokens")
-        inputs, salt = [], _salt(request)
-        for prompt, sent in zip(parsed, prompts, strict=True):
-            if chunks is None and prompt.layout.is_plain:
-                alone = sent if isinstance(sent, str) else sent["prompt_token_ids"]  # type: ignore[index]
-                result = await self._renderer.render_completion(request.model_copy(update={"prompt": alone}), **options)
-                if not isinstance(result, list):
-                    return result
-                inputs += result
-            else:
-                inputs.append(ChunkedInput(replace(prompt, cache_salt=salt)))
-        return inputs
+            if chunks is None and all(prompt.layout.is_plain for prompt in parsed):
+                return await self._renderer.render_completion(request, **options)
+            _refuse(request, "suffix", "prompt_embeds", "truncate_prompt_tokens", "use_beam_search")
+            if not request.add_special_tokens:
+                raise RequestError("add_special_tokens false is not offered with chunks", param="add_special_tokens")
+            inputs, salt = [], check_salt(request.cache_salt)
+            for prompt, sent in zip(parsed, prompts, strict=True):
+                if chunks is None and prompt.layout.is_plain:
+                    alone = sent if isinstance(sent, str) else sent["prompt_token_ids"]  # type: ignore[index]
+                    result = await self._renderer.render_completion(request.model_copy(update={"prompt": alone}), **options)
+                    if not isinstance(result, list):
+                        return result
+                    inputs += result
+                else:
+                    inputs.append(ChunkedInput(replace(prompt, cache_salt=salt)))
+            return inputs
 
     def _may_split(self, prompt: Any) -> bool:
         """Return whether a prompt is token ids, or has two separators. It is quick, so that plain texts are parsed once."""
@@ -152,26 +147,31 @@ class ChunkRenderer:
 
 def _texts(documents: Any) -> list[Any]:
     """Return documents as texts and token ids; an object's title becomes the line before its text."""
-    try:
-        listed = _DOCUMENTS.validate_python(documents)
-    except ValidationError as error:
-        raise VLLMValidationError(_reason(error, "documents"), parameter="documents") from None
-    if named_documents(listed):
-        raise VLLMValidationError("documents: this server stores no documents by id; send their texts", parameter="documents")
+    listed = _validated(_DOCUMENTS.validate_python, documents, "documents")
+    _refuse_ids(listed, "documents")
     return with_stored(listed, {})
 
 
 def _chunks(chunks: Any) -> DocumentPrompt:
     """Return the prompt of a completion's `chunks`."""
-    try:
-        parts = Chunks.model_validate(chunks)
-    except ValidationError as error:
-        raise RequestError(_reason(error, "chunks"), param="chunks") from None
-    except Exception as error:  # an unknown name inside
-        raise RequestError(f"chunks: {error}", param="chunks") from None
-    if named_documents(parts.documents):
-        raise RequestError("chunks: this server stores no documents by id; send their texts", param="chunks")
+    parts = _validated(Chunks.model_validate, chunks, "chunks")
+    _refuse_ids(parts.documents, "chunks")
     return parts.prompt({})
+
+
+def _validated(validate: Callable[[Any], T], value: Any, name: str) -> T:
+    """Return the value of a field as its type."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        raise RequestError(_reason(error, name), param=name) from None
+    except Exception as error:  # an unknown name inside
+        raise RequestError(f"{name}: {error}", param=name) from None
+
+
+def _refuse_ids(documents: Any, name: str) -> None:
+    if named_documents(documents):
+        raise RequestError(f"{name}: this server stores no documents by id; send their texts", param=name)
 
 
 def _reason(error: ValidationError, name: str) -> str:
@@ -190,11 +190,11 @@ def _flattened(conversation: Sequence[Any]) -> Iterator[list[dict[str, Any]]]:
     vLLM leaves such lists to chat templates that read them, and a template may join them either way.
 
     Raises:
-        VLLMValidationError: a part is no text.
+        RequestError: a part is no text.
     """
     lists = [message["content"] for message in conversation if isinstance(message.get("content"), list)]
     if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for parts in lists for part in parts):
-        raise VLLMValidationError("with documents, contents of messages must be texts", parameter="messages")
+        raise RequestError("with documents, contents of messages must be texts", param="messages")
     for glue in ("", "\n") if any(len(parts) > 1 for parts in lists) else ("",):
         yield [
             {**message, "content": glue.join(part["text"] for part in message["content"])}
@@ -208,37 +208,21 @@ def _refuse(request: Any, *names: str) -> None:
     """Refuse fields that cannot be served with chunks.
 
     Raises:
-        VLLMValidationError: one of the fields is set.
+        RequestError: one of the fields is set.
     """
     for name in names:
         if getattr(request, name, None):
-            raise VLLMValidationError(f"{name} is not offered with chunks", parameter=name)
+            raise RequestError(f"{name} is not offered with chunks", param=name)
 
 
 def _refuse_focus(request: Any) -> None:
     """Refuse the field `focus`.
 
     Raises:
-        VLLMValidationError: the field is set.
+        RequestError: the field is set.
     """
     if getattr(request, "focus", None) is not None:
         text = (
             "focus is not offered by vLLM's server: its answers have no place for the choice; use ChunkLLM or chunkattn serve"
         )
-        raise VLLMValidationError(text, parameter="focus")
-
-
-def _salt(request: Any) -> str | None:
-    """Return the salt of a request.
-
-    Raises:
-        VLLMValidationError: the salt is malformed.
-    """
-    try:
-        return check_salt(request.cache_salt)
-    except RequestError as error:
-        raise _invalid(error) from None
-
-
-def _invalid(error: RequestError) -> VLLMValidationError:
-    return VLLMValidationError(str(error), parameter=error.param)
+        raise RequestError(text, param="focus")

@@ -101,21 +101,28 @@ class EngineRequest:
     kv_transfer_params: dict[str, Any] | None
     keys: tuple[str, ...] = ()
 
+    @property
+    def save_start(self) -> int:
+        """Return the length of the prefix of a prefix or save request."""
+        assert self.kv_transfer_params is not None
+        return int(self.kv_transfer_params[PARAMS_KEY]["save"])
+
     def after(self, computed: Collection[str]) -> EngineRequest:
         """Return this composed request, with the keys whose K/V other requests computed for its prompt."""
         if self.kv_transfer_params is None or not computed:
             return self
-        fields = {**self.kv_transfer_params[PARAMS_KEY], "computed": sorted(computed)}
-        return replace(self, kv_transfer_params={PARAMS_KEY: fields})
+        return self._with(computed=sorted(computed))
 
     def read(self) -> EngineRequest:
         """Return this composed request, with all of its question computed, for `prompt_logprobs`.
 
         They hold the tokens behind the question's first. vLLM leaves the entries of tokens that it loads undefined.
         """
+        return self._with(read=True)
+
+    def _with(self, **fields: Any) -> EngineRequest:
         assert self.kv_transfer_params is not None
-        fields = {**self.kv_transfer_params[PARAMS_KEY], "read": True}
-        return replace(self, kv_transfer_params={PARAMS_KEY: fields})
+        return replace(self, kv_transfer_params={PARAMS_KEY: {**self.kv_transfer_params[PARAMS_KEY], **fields}})
 
 
 @dataclass(frozen=True)

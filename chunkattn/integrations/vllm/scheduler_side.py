@@ -53,9 +53,7 @@ class SchedulerSide:
         self._refused: set[str] = set()
         self._unsaved: dict[str, Transfer] = {}
         self._producers: Counter[str] = Counter()
-        self._loads: list[Load] = []
-        self._failed_loads: list[str] = []
-        self._dropped: list[str] = []
+        self._next = StepWork()
 
     def add(self, request: Request) -> None:
         """Read a new request's parameters, and give it the block hashes of its K/V."""
@@ -90,7 +88,7 @@ class SchedulerSide:
             return 0, False
         missing = {segment.key for segment in transfer.segments_after(num_computed) if segment.key not in self.index}
         if any(self._producers[key] for key in missing):
-            self.stats.count("waits")
+            self.stats.count(waits=1)
             return None, False
         if missing:
             self._refuse(request, RequestRefused("missing", "the store does not hold all segments: save them again"))
@@ -105,21 +103,22 @@ class SchedulerSide:
         if num_external <= 0:
             return
         if request_id in self._refused:
-            self._failed_loads.append(request_id)
+            self._next.failed_loads.append(request_id)
         elif transfer := self._transfers.get(request_id):
             start, end = transfer.load_end - num_external, transfer.load_end
             segments = tuple(transfer.segments_after(start))
-            self._loads.append(Load(block_ids[: -(-end // self._block_size)], start, end, segments))
-            self.stats.count("loads")
-            self.stats.count("loaded_segments", len(segments))
-            self.stats.count("hit_segments", sum(segment.key not in transfer.computed for segment in segments))
-            self.stats.count("loaded_bytes", num_external * self._bytes_per_token)
+            self._next.loads.append(Load(block_ids[: -(-end // self._block_size)], start, end, segments))
+            self.stats.count(
+                loads=1,
+                loaded_segments=len(segments),
+                hit_segments=sum(segment.key not in transfer.computed for segment in segments),
+                loaded_bytes=num_external * self._bytes_per_token,
+            )
 
     def build_step(self, output: SchedulerOutput) -> StepWork:
         """Return the work of the step that vLLM has scheduled."""
         scheduled = output.num_scheduled_tokens
-        work = StepWork(loads=self._loads, failed_loads=self._failed_loads)
-        self._loads, self._failed_loads = [], []
+        work, self._next = self._next, StepWork()
         if self._unsaved:
             computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
             cached = output.scheduled_cached_reqs
@@ -128,10 +127,8 @@ class SchedulerSide:
                 if computed[request_id] + scheduled[request_id] >= self._unsaved[request_id].save_end:
                     self._save(request_id, work)
         evicted = self.index.evict()
-        self.stats.count("evicted_segments", len(evicted))
-        self.stats.count("evicted_bytes", sum(num_bytes for _, num_bytes in evicted))
-        work.evicted = self._dropped + [key for key, _ in evicted]
-        self._dropped = []
+        self.stats.count(evicted_segments=len(evicted), evicted_bytes=sum(num_bytes for _, num_bytes in evicted))
+        work.evicted += [key for key, _ in evicted]
         for save in work.saves:  # what one step saves may exceed the store
             save.segments = tuple(segment for segment in save.segments if segment.key in self.index)
         return work
@@ -144,17 +141,15 @@ class SchedulerSide:
 
     def reset(self) -> None:
         """Drop all stored K/V."""
-        self._dropped += self.index.clear()
+        self._next.evicted += self.index.clear()
         self.stats.gauge("stored_segments", 0)
         self.stats.gauge("stored_bytes", 0)
 
     def take_stats(self) -> ConnectorStats | None:
         """Return the statistics since the last call, None if nothing happened."""
-        if self.stats.is_empty():
-            return None
-        taken, self.stats = self.stats, ConnectorStats()
-        taken.gauge("stored_segments", len(self.index))
-        taken.gauge("stored_bytes", self.index.num_bytes)
+        if (taken := self.stats.take()) is not None:
+            taken.gauge("stored_segments", len(self.index))
+            taken.gauge("stored_bytes", self.index.num_bytes)
         return taken
 
     def _parse(self, request: Request) -> Transfer | None:
@@ -179,7 +174,7 @@ class SchedulerSide:
     def _refuse(self, request: Request, refusal: RequestRefused) -> None:
         request_id = request.request_id
         logger.warning("Refused request %s: %s", request_id, refusal)
-        self.stats.count(f"refused_{refusal.reason}")
+        self.stats.count(**{f"refused_{refusal.reason}": 1})
         self._end_production(request_id)
         self._transfers.pop(request_id, None)
         self._refused.add(request_id)
@@ -207,8 +202,7 @@ class SchedulerSide:
             num_bytes = (segment.end - segment.start) * self._bytes_per_token
             if self.index.add(segment.key, num_bytes):
                 added.append(segment)
-                self.stats.count("saved_segments")
-                self.stats.count("saved_bytes", num_bytes)
+                self.stats.count(saved_segments=1, saved_bytes=num_bytes)
         if added:
             num_blocks = -(-added[-1].end // self._block_size)
             work.saves.append(Save(self._get_block_ids(request_id)[:num_blocks], tuple(added)))

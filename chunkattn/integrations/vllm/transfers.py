@@ -5,14 +5,18 @@ A client of vLLM's HTTP server can send any JSON here, so every field is checked
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeGuard
 
 from chunkattn.integrations.vllm.requests import PARAMS_KEY, POSITIONS, Positions, effective_gap, segment_keys
 
 __all__ = ["RequestRefused", "StoredSegment", "Transfer", "parse_transfer"]
+
+_KeysOf = Callable[..., tuple[str, tuple[str, ...]]]
+"""`segment_keys` of one request: its function of a prefix and chunks."""
 
 
 class RequestRefused(Exception):
@@ -100,12 +104,13 @@ def parse_transfer(
     if not isinstance(positions, str) or positions not in POSITIONS:
         raise _malformed(f"positions must be one of {', '.join(POSITIONS)}")
     gap = effective_gap(positions, gap)
+    keys_of = partial(segment_keys, gap=gap, cache_salt=cache_salt, adapter=adapter)
     computed, reads = fields.get("computed", []), fields.get("read", False)
     kind = fields.keys() - ({"positions", "computed", "read"} if "bounds" in fields else {"positions"})
     if kind == {"save"}:
-        return _save_transfer(fields["save"], token_ids, gap, cache_salt, adapter)
+        return _save_transfer(fields["save"], token_ids, gap, keys_of)
     if kind == {"bounds"}:
-        transfer = _composed_transfer(fields["bounds"], positions, token_ids, gap, cache_salt, adapter)
+        transfer = _composed_transfer(fields["bounds"], positions, token_ids, gap, keys_of)
         if (
             not isinstance(computed, list)
             or len(computed) > len(transfer.loads)
@@ -118,14 +123,12 @@ def parse_transfer(
     raise _malformed("must hold positions and either save or bounds")
 
 
-def _save_transfer(
-    prefix_len: object, token_ids: Sequence[int], gap: int, cache_salt: str | None, adapter: str | None
-) -> Transfer:
+def _save_transfer(prefix_len: object, token_ids: Sequence[int], gap: int, keys_of: _KeysOf) -> Transfer:
     total = len(token_ids)
     if not _is_index(prefix_len, total):
         raise _malformed(f"save must be a number of tokens from 0 to {total}")
     prefix, chunk = token_ids[:prefix_len], token_ids[prefix_len:]
-    prefix_key, (key,) = segment_keys(prefix, [chunk], gap=gap, cache_salt=cache_salt, adapter=adapter)
+    prefix_key, (key,) = keys_of(prefix, [chunk])
     prefixes = [StoredSegment(prefix_key, 0, prefix_len, 0)] if prefix else []
     if not chunk:
         return Transfer(saves=tuple(prefixes))
@@ -137,9 +140,7 @@ def _save_transfer(
     return Transfer(loads=(moved,), saves=tuple(chunks), layout=("save", prefix_len, gap))
 
 
-def _composed_transfer(
-    bounds: object, positions: Positions, token_ids: Sequence[int], gap: int, cache_salt: str | None, adapter: str | None
-) -> Transfer:
+def _composed_transfer(bounds: object, positions: Positions, token_ids: Sequence[int], gap: int, keys_of: _KeysOf) -> Transfer:
     if not isinstance(bounds, list) or not bounds or len(bounds) > len(token_ids):
         raise _malformed(f"bounds must be a list of 1 to {len(token_ids)} numbers")
     if not all(_is_index(bound, len(token_ids) - 1) for bound in bounds) or any(a >= b for a, b in pairwise(bounds)):
@@ -148,9 +149,7 @@ def _composed_transfer(
     if not total:
         raise _malformed("bounds must hold at least one token")
     spans = list(pairwise(bounds))
-    prefix_key, keys = segment_keys(
-        token_ids[:prefix_len], [token_ids[a:b] for a, b in spans], gap=gap, cache_salt=cache_salt, adapter=adapter
-    )
+    prefix_key, keys = keys_of(token_ids[:prefix_len], [token_ids[a:b] for a, b in spans])
     if positions == "reordered":
         prefix_shift, shifts = 0, [start - prefix_len for start, _ in spans]
     else:

@@ -40,7 +40,7 @@ class WorkerSide:
         for load in work.loads:
             self._load(load)
         if work.loads:
-            self._stats.count("load_seconds", time.perf_counter() - began)
+            self._stats.count(load_seconds=time.perf_counter() - began)
 
     def run_evictions_and_saves(self, work: StepWork) -> None:
         """Drop evicted segments, and copy the step's saves from the cache, after the forward pass."""
@@ -50,14 +50,11 @@ class WorkerSide:
         for save in work.saves:
             self._save(save)
         if work.saves:
-            self._stats.count("save_seconds", time.perf_counter() - began)
+            self._stats.count(save_seconds=time.perf_counter() - began)
 
     def take_stats(self) -> ConnectorStats | None:
         """Return the statistics since the last call, None if nothing happened."""
-        if self._stats.is_empty():
-            return None
-        taken, self._stats = self._stats, ConnectorStats()
-        return taken
+        return self._stats.take()
 
     def _save(self, save: Save) -> None:
         if not save.segments:
