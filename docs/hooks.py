@@ -299,7 +299,7 @@ def _kind(schema: dict[str, Any]) -> str:
         return " or ".join(dict.fromkeys(_kind(s) for s in branches if s.get("type") != "null")) or "null"
     if schema.get("type") == "array":
         entry = _kind(schema.get("items", {}))
-        return f"({entry})[]" if " or " in entry else f"{entry}[]"
+        return rf"({entry})\[\]" if " or " in entry else rf"{entry}\[\]"  # else the first pair of brackets is a link
     return str(schema.get("type", "any"))
 
 
