@@ -153,7 +153,7 @@ def test_lists_of_one_client_do_not_hold_up_another(tmp_path):
         (tmp_path / "keys").write_text("many:many\none:one\n")
         async with rig(a, server={"api_key_file": str(tmp_path / "keys")}) as made:
             for key in ("many", "one"):
-                owner = made.gateway.documents.keeper.owner_of(f"Bearer {key}")
+                owner = made.gateway.documents.keeper.headers.owner_of(f"Bearer {key}")
                 records = [DocumentRecord(Scope(owner), f"d{n}", Prefix("Read."), "x") for n in range(100)]
                 made.gateway.documents.registry.records.put(records)
             many, one = ({"Authorization": f"Bearer {key}"} for key in ("many", "one"))
