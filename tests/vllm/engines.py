@@ -10,6 +10,7 @@ from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers import rotary_embedding
 
 from chunkattn.integrations.vllm.requests import plan_prompt
+from chunkattn.integrations.vllm.step import StepWork
 
 COUNT = 6
 GREEDY = SamplingParams(max_tokens=COUNT, temperature=0, logprobs=20, detokenize=False, ignore_eos=True)
@@ -118,9 +119,8 @@ class Engine:
         """Require that no request is left, and that scheduler and worker hold the same segments."""
         self.plain([1, 2, 3])  # a step that carries evictions out
         side = self.scheduler
-        assert not any(
-            map(len, (side._transfers, side._refused, side._unsaved, side._loads, side._failed_loads, +side._producers))
-        )
+        assert not any(map(len, (side._transfers, side._refused, side._unsaved, +side._producers)))
+        assert side._next == StepWork()
         assert not self.core.scheduler.requests
         pool = self.core.scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "a request that ended holds blocks"  # one is never used
