@@ -384,7 +384,7 @@ class ReplicaKeeper:
             raise refusal_of(refused, range(len(records)))
         return final[0].body
 
-    # What replicas miss
+    # Updates of replicas
 
     async def _tell(self, name: str, record: DocumentRecord) -> bool:
         """Tell a replica what has become of a document, now or when the replica can be reached. Return whether it knows."""

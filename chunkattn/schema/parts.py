@@ -1,4 +1,4 @@
-"""Where each route has its parts: salt, prefix, documents and question of a body as a client sends it.
+"""Parts of request bodies, by route: salt, prefix, documents and question of a body as a client sends it.
 
 Gateways read bodies here without a model: routing keys, stored ids and samples of documents follow from the parts. A reader
 raises on a malformed body, which the server refuses with the proper error.

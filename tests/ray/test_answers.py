@@ -38,6 +38,9 @@ SAME = {
 }
 
 
+REPLICAS = {"replicas": 3, "cluster": 2}
+
+
 @pytest.fixture(params=["replicas", pytest.param("cluster", marks=pytest.mark.slow)])
 def service(request):
     return request.getfixturevalue(request.param)
@@ -71,16 +74,18 @@ def test_the_request_id_is_the_clients_and_stands_once(service):
     assert len(service.ask("/v1/models").headers.getall("X-Request-Id")) == 1
 
 
-def test_one_scrape_has_the_metrics_of_every_replica(service):
+def test_one_scrape_has_the_metrics_of_every_replica(service, request):
+    count = REPLICAS[request.node.callspec.params["service"]]
+
     def names():
         text = service.ask("/metrics").body.decode()
         assert text.count("# TYPE chunkattn_http_requests_now ") == 1
         return set(re.findall(r'^chunkattn_http_requests_now{replica="(?!gateway")([^"]*)"', text, re.MULTILINE))
 
-    wait_for(lambda: len(names()) > 1 and names() == set(service.ask("/health").json["replicas"]), 60, "scraped")
+    wait_for(lambda: len(names()) == count and names() == set(service.ask("/health").json["replicas"]), 60, "scraped")
 
 
-def test_a_full_queue_is_a_429(service):
+def test_a_full_queue_is_a_429(service, request):
     """Ray's own default sends 5 requests to a replica, which would then never refuse one."""
 
     async def crowd(session):
@@ -91,4 +96,4 @@ def test_a_full_queue_is_a_429(service):
     assert {a.status for a in answers} == {200, 429}
     refused = [a for a in answers if a.status == 429]
     assert all(a.headers["Retry-After"] and a.json["error"]["code"] for a in refused)
-    assert len(answers) - len(refused) > 2 * 5
+    assert len(answers) - len(refused) > REPLICAS[request.node.callspec.params["service"]] * 5
