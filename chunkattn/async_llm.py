@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
 from chunkattn.calls.decide import DecideOptions, decide_call
-from chunkattn.calls.decide_states import State, States
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, OutputBuilder, generate_job
 from chunkattn.calls.job import Ask, Flow, Job, LookUp, Returned, advance
@@ -32,6 +31,7 @@ from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOut
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import as_list, chat_options
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
+from chunkattn.parsers.states import State, States
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.inflight import InflightRequests
 from chunkattn.remote.messages import Checkpoint

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, Unpack, overload
 from tqdm import tqdm
 
 from chunkattn.calls.decide import DecideOptions, decide_call
-from chunkattn.calls.decide_states import State, States
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_batch
 from chunkattn.calls.job import Ask, Job, LookUp, answer, drive
@@ -28,6 +27,7 @@ from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers.arguments import chat_options
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
+from chunkattn.parsers.states import State, States
 
 T = TypeVar("T")
 

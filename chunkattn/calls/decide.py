@@ -12,7 +12,6 @@ import numpy as np
 from chunkattn.calibration import LabelScale
 from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
 from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
-from chunkattn.calls.decide_states import State, States, list_states, read_state
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
 from chunkattn.calls.score import ScoreJob
@@ -20,6 +19,7 @@ from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import as_list
+from chunkattn.parsers.states import State, States, list_states, read_state
 
 _CONTENT_FREE = "N/A"
 """State without content, whose probabilities calibrate the labels."""

@@ -36,7 +36,7 @@ class StateLine:
 
     Attributes:
         line: number of the line, from 1.
-        state: the state; see `chunkattn.calls.decide_states.read_state`.
+        state: the state; see `chunkattn.parsers.states.read_state`.
         id: the caller's name of the state, a text or an integer; None for none.
         documents: documents before this state alone, texts or lists of token ids.
     """

@@ -19,7 +19,7 @@ from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import salt_key
-from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.parsers.states import StateTemplate
 from chunkattn.rope.positions import make_layout
 
 T = TypeVar("T")

@@ -28,7 +28,7 @@ from chunkattn.decisions import (
 )
 from chunkattn.errors import RequestError, shown
 from chunkattn.parsers.arguments import is_list
-from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.parsers.states import StateTemplate
 
 METHODS = "letters", "likelihood", "separate"
 """Methods of `LLM.decide`."""

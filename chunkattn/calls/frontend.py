@@ -29,7 +29,7 @@ from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
 from chunkattn.parsers.prompt import Prompt, list_prompts
-from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.parsers.states import StateTemplate
 
 _MAX_TEMPLATES = 16
 """Maximum number of rendered chat templates that are kept."""

@@ -15,11 +15,11 @@ import typer
 from rich.markup import escape
 
 from chunkattn.calls.decide_files import StateLine, as_json, read_questions, read_states
-from chunkattn.calls.decide_states import read_state
 from chunkattn.calls.decide_table import csv_line, table_header, table_row
 from chunkattn.config import EngineConfig
 from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, Question
 from chunkattn.errors import ConfigError, RequestError
+from chunkattn.parsers.states import read_state
 from chunkattn.terminal.commands import (
     Documents,
     Model,

@@ -17,7 +17,7 @@ from chunkattn.cache.disk.store import KVStore
 from chunkattn.config import EngineConfig
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
-from chunkattn.engine.host_calls import Tell, alone
+from chunkattn.engine.host_calls import Tell
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.self_check import checked
@@ -45,7 +45,7 @@ _JAX_SHORTEST_COMPILE_S = 1.0
 """JAX's default for the compile time in seconds below which a program is not written to the cache."""
 
 
-def build_core(config: EngineConfig, files: ModelFiles, tell: Tell = alone) -> EngineCore:
+def build_core(config: EngineConfig, files: ModelFiles, tell: Tell | None = None) -> EngineCore:
     """Load the weights and return the engine.
 
     The hosts of a model call this function together, after JAX has started on all of them.

@@ -14,7 +14,6 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.ahead import Ahead
 from chunkattn.engine.compile_clock import COMPILING
 from chunkattn.engine.disk_tier import DiskTier
-from chunkattn.engine.host_calls import alone
 from chunkattn.engine.isolation import Isolation, not_finite, stuck
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import (
@@ -361,7 +360,7 @@ class EngineCore:
 
     def _ends_hosts(self, error: Exception) -> bool:
         """Return whether an error leaves the hosts of the model apart: the devices failed, perhaps on one host alone."""
-        return self.runner.tell is not alone and isinstance(error, jax.errors.JaxRuntimeError)
+        return self.runner.tell is not None and isinstance(error, jax.errors.JaxRuntimeError)
 
     def _blame(self, error: Exception, spans: list[Span]) -> None:
         """Recover from an exception, and fail every request that failed alone.

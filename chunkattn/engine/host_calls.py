@@ -108,8 +108,4 @@ HostCall = Forward | ReadSample | ReadLabels | ReadClasses | ReadTokens | WarmPi
 
 
 Tell = Callable[[HostCall], None]
-"""Function that makes the other hosts of a model run a call, without waiting for them."""
-
-
-def alone(call: HostCall) -> None:
-    """Tell nobody: one host holds the model, or this host follows."""
+"""Function that makes the other hosts of a model run a call, without waiting for them. A host alone has none."""

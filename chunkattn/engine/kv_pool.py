@@ -57,7 +57,7 @@ class KVPool:
         num_pages: int,
         compiles: ProgramCounts,
         shards: Shards,
-        tell: Tell,
+        tell: Tell | None,
     ) -> None:
         self.num_pages, self._tell = num_pages, tell
         self._num_layers = num_layers
@@ -77,7 +77,8 @@ class KVPool:
 
     def reset(self) -> None:
         """Allocate new, empty pages."""
-        self._tell(ResetPool())
+        if self._tell:
+            self._tell(ResetPool())
         self._make()
 
     def _make(self) -> None:
@@ -96,7 +97,8 @@ class KVPool:
 
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole pages in every layer; `pairs` holds the pages `(from, to)`."""
-        self._tell(CopyPages(tuple(pairs)))
+        if self._tell:
+            self._tell(CopyPages(tuple(pairs)))
         for first in range(0, len(pairs), _PAGES_MOVED):
             block = np.asarray(pairs[first : first + _PAGES_MOVED], np.int32)
             padding = np.full((bucket_for(len(block), _COPY_SIZES) - len(block), 2), (0, self.num_pages), np.int32)

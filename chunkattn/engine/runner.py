@@ -24,7 +24,6 @@ from chunkattn.engine.host_calls import (
     Tell,
     WarmPicks,
     WarmReadout,
-    alone,
 )
 from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.kv_pool import KVPool, fingerprint
@@ -90,7 +89,7 @@ class Runner:
         num_pages: int,
         max_logprobs: int,
         batch_invariant: bool | None = None,
-        tell: Tell = alone,
+        tell: Tell | None = None,
     ) -> None:
         self.tell = tell
         self.while_waiting: Callable[[], None] | None = None
@@ -137,7 +136,8 @@ class Runner:
             Hidden states, float32 `[T, hidden]`, and bool `[T]`, whether all values of a row are finite.
         """
         *inputs, backend = arrays
-        self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
+        if self.tell:
+            self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
         hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *inputs, backend=backend)
         finite.copy_to_host_async()
         return hidden, finite
@@ -184,7 +184,8 @@ class Runner:
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
-        self.tell(WarmPicks())
+        if self.tell:
+            self.tell(WarmPicks())
         for size in self.picked_sizes:
             self._pick(hidden, [0] * size, self.picked_sizes)
 
@@ -195,7 +196,8 @@ class Runner:
             size: one of `picked_sizes`.
             number: number of the program, below `num_readouts(size)`; the likeliest come first.
         """
-        self.tell(WarmReadout(size, number))
+        if self.tell:
+            self.tell(WarmReadout(size, number))
         return self._readouts(size)[number]()
 
     def num_readouts(self, size: int) -> int:
@@ -251,7 +253,8 @@ class Runner:
         Returns:
             Token ids, their log-probabilities or None, and whether the logits are finite.
         """
-        self.tell(ReadSample(tuple(rows), parameters, edits, with_logprobs))
+        if self.tell:
+            self.tell(ReadSample(tuple(rows), parameters, edits, with_logprobs))
         picked = self._pick(hidden, rows, self.sample_sizes)
         if edits is None:
             drawn = self._sample(self._params, picked, parameters, with_logprobs=with_logprobs)
@@ -274,7 +277,8 @@ class Runner:
             rows: rows to read from.
             labels: token ids of each row's labels.
         """
-        self.tell(ReadLabels(tuple(rows), tuple(labels), raw=False))
+        if self.tell:
+            self.tell(ReadLabels(tuple(rows), tuple(labels), raw=False))
         logprobs, finite = [np.empty(0, np.float32)] * len(rows), np.empty(len(rows), bool)
         by_width: dict[int, list[int]] = {}  # places of rows; 0 for the whole vocabulary
         for place, ids in enumerate(labels):
@@ -293,7 +297,8 @@ class Runner:
 
     def label_logits(self, hidden: jax.Array, rows: Sequence[int], labels: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
         """Return the logits of each row's labels, picked on the host; `label_logprobs` tells which are finite."""
-        self.tell(ReadLabels(tuple(rows), tuple(labels), raw=True))
+        if self.tell:
+            self.tell(ReadLabels(tuple(rows), tuple(labels), raw=True))
         blocks = self._by_block(self._logits, hidden, rows, self._read_sizes)
         return [some[list(ids)] for block, values in blocks for some, ids in zip(values, labels[block], strict=True)]
 
@@ -304,7 +309,8 @@ class Runner:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to read from.
         """
-        self.tell(ReadClasses(tuple(rows)))
+        if self.tell:
+            self.tell(ReadClasses(tuple(rows)))
         logits = np.concatenate([values for _, values in self._by_block(self._classify, hidden, rows, self._read_sizes)])
         return [*logits], np.isfinite(logits).all(-1)
 
@@ -318,7 +324,8 @@ class Runner:
             rows: rows to read from.
             targets: token id to read from each row.
         """
-        self.tell(ReadTokens(tuple(rows), tuple(targets)))
+        if self.tell:
+            self.tell(ReadTokens(tuple(rows), tuple(targets)))
         blocks = self._by_block(self._read, hidden, rows, self._read_sizes, np.asarray(targets, np.int32))
         values: tuple[TokenLogprobs, np.ndarray] = jax.tree.map(
             lambda *parts: np.concatenate(parts), *(values for _, values in blocks)

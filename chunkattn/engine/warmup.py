@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from chunkattn.engine.host_calls import alone
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.step import StepBuilder
@@ -87,7 +86,7 @@ class WarmUp:
             pages = min(-(-longest // builder.block_size), self._widths[-1])
             self._widths = self._widths[: self._widths.index(bucket_for(pages, self._widths)) + 1]
         if threads is None:
-            compiles_apart = jax.default_backend() != "cpu" and runner.tell is alone
+            compiles_apart = jax.default_backend() != "cpu" and runner.tell is None
             threads = min(os.cpu_count() or 1, _MOST_THREADS) if compiles_apart else 0
         self._threads = ThreadPoolExecutor(threads, "warm-up") if threads else None
         self._parts = deque(self._plan())

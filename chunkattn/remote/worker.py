@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import zmq
 
-from chunkattn.engine.host_calls import alone
 from chunkattn.engine.messages import CachedTokens, GenerateRequest, PrecomputeRequest, RequestFailed, ScoreRequest
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.logs import make_handler, since_start
@@ -82,7 +81,7 @@ class Worker:
         take_gpu_memory(start.config)
         first = self._join(start)
         self._clock.begin("loading")
-        self.core = build_core(start.config, start.checkpoint.files(), first.tell if first else alone)
+        self.core = build_core(start.config, start.checkpoint.files(), first.tell if first else None)
         self._warms = start.config.warmup is not False and start.config.host_index == 0
         for _ in range(self.core.warm_ups.first if self._warms else 0):
             # Each program counts as one step. The clock does not see what other threads compile.

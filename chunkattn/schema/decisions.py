@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, StrictBool, StrictStr, model_validator
 
 from chunkattn.calls.decide_questions import MAX_OPTIONS
-from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import (
     Answer,
     Choice,
@@ -20,6 +19,7 @@ from chunkattn.decisions import (
     Question,
     Rating,
 )
+from chunkattn.parsers.states import read_state
 from chunkattn.schema.accepted import ShortText, no_effect
 from chunkattn.schema.base import CacheSalt, Entry, FastList
 from chunkattn.schema.decide import DecideBody, Kinds, compact, usage_of

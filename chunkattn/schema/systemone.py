@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from chunkattn.calls.decide_questions import MAX_OPTIONS
-from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import (
     Answer,
     Choice,
@@ -22,6 +21,7 @@ from chunkattn.decisions import (
     RatingAnswer,
 )
 from chunkattn.errors import RequestError
+from chunkattn.parsers.states import read_state
 from chunkattn.schema.base import Entry, FastList
 from chunkattn.schema.decide import DecideBody, Kinds, compact, usage_of
 

@@ -1,4 +1,4 @@
-"""Contents that the engine computes, looks up and forgets for the stored documents."""
+"""Stored documents as the engine sees them, and their contents, which it computes, looks up and forgets."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from chunkattn.calls.precompute import PrecomputeJob
 from chunkattn.documents.background import Background
 from chunkattn.documents.records import DocumentRecord, DocumentRecords
 from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
-from chunkattn.server.stored_document import Content, as_ids
 
 if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
     from chunkattn.engine.messages import PrecomputeRequest
+    from chunkattn.outputs import RequestOutput
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +28,45 @@ _MAX_CONCURRENT_FORGETS = 4
 """Limit on concurrent forget calls to the engine, regardless of how many documents expire together."""
 _LOOKUP_BATCH = 100
 """Documents per lookup message. The engine answers a message between two steps."""
+_ID_BYTES = 4
+
+Content = tuple[str | None, bytes, bytes]
+"""Key of a document's K/V: salt, then the int32 token ids of prefix and document as bytes."""
+
+
+@dataclass(eq=False)
+class StoredDocument:
+    """Stored document after its prefix.
+
+    Attributes:
+        record: record of the document.
+        content: salt, prefix ids and document ids.
+        pin: pin id, and the engine's restart count when the pin was made. A restart of the engine drops all pins.
+    """
+
+    record: DocumentRecord
+    content: Content
+    pin: tuple[str, int] | None = None
+
+    @property
+    def text(self) -> str | None:
+        """Return the text without the document template; None for a document given as token ids."""
+        return self.record.document if isinstance(self.record.document, str) else None
+
+    @property
+    def chunk(self) -> np.ndarray:
+        """Return the int32 token ids of the document's chunk, with the document template."""
+        return np.frombuffer(self.content[2], np.int32)
+
+    @property
+    def source(self) -> str | np.ndarray:
+        """Return the document without the document template: its text, or the token ids it was given as."""
+        return self.chunk if self.text is None else self.text
+
+    def follows(self, output: RequestOutput) -> bool:
+        """Return whether the prompt of an output has the prefix that the document was stored after."""
+        prefix = self.content[1]
+        return count_ids(prefix) == output.prefix_len and prefix == as_bytes(output.prompt_token_ids[: output.prefix_len])
 
 
 class Contents:
@@ -125,3 +167,18 @@ class Contents:
             except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new engine may refuse the ids
                 cached |= dict.fromkeys(group, False)
         return [cached[content] for content in contents]
+
+
+def as_bytes(ids: Sequence[int]) -> bytes:
+    """Return token ids as int32 bytes."""
+    return np.asarray(ids, np.int32).tobytes()
+
+
+def as_ids(content: bytes) -> list[int]:
+    """Return the token ids of int32 bytes."""
+    return np.frombuffer(content, np.int32).tolist()
+
+
+def count_ids(content: bytes) -> int:
+    """Return the number of token ids in int32 bytes."""
+    return len(content) // _ID_BYTES

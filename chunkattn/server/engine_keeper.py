@@ -22,8 +22,7 @@ from chunkattn.fair_threads import FairThreads
 from chunkattn.layout import Names
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.schema.base import Body
-from chunkattn.server.contents import Contents
-from chunkattn.server.stored_document import Content, StoredDocument, as_bytes, as_ids, count_ids
+from chunkattn.server.contents import Content, Contents, StoredDocument, as_bytes, as_ids, count_ids
 from chunkattn.web.errors import ApiError
 from chunkattn.web.options import ServerConfig
 

@@ -21,9 +21,9 @@ from chunkattn.schema.base import Body
 from chunkattn.schema.documents import CacheBody, ForgetBody
 from chunkattn.schema.piece_keys import keys_of
 from chunkattn.server.cache_report import CacheReports
+from chunkattn.server.contents import StoredDocument
 from chunkattn.server.engine_gauges import EngineGauges
 from chunkattn.server.engine_keeper import EngineKeeper
-from chunkattn.server.stored_document import StoredDocument
 from chunkattn.server.texts import TokenTexts
 from chunkattn.web.errors import ApiError
 from chunkattn.web.http_state import HttpState

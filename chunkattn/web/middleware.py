@@ -11,13 +11,12 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chunkattn.addresses import is_loopback
+from chunkattn.addresses import is_host, is_loopback, names_this_machine
 from chunkattn.fair_shares import OWNER
 from chunkattn.request_record import RECORD, RequestRecord
 from chunkattn.web.errors import ApiError, api_error, too_large
 from chunkattn.web.http_state import HttpState
 from chunkattn.web.keys import Caller
-from chunkattn.web.names import is_host, names_this_machine
 from chunkattn.web.paths import OPEN_PATHS
 from chunkattn.web.request_log import TIMING_HEADER, TOKENS_HEADER, fields_of, text_of, timing_header, tokens_header
 from chunkattn.web.tracing import RequestSpan

@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from chunkattn.addresses import origin
 from chunkattn.errors import ConfigError
 from chunkattn.options import options_of, take_paths
-from chunkattn.web.names import origin
 
 LOG_FORMATS = ("text", "json")
 _FROM_ZERO = ("priority_range", "stream_heartbeat_s", "min_label_mass", "slow_request_s")

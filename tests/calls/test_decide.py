@@ -18,7 +18,7 @@ from chunkattn.decisions import ChoiceAnswer, PredicateAnswer, RatingAnswer
 from chunkattn.errors import CapacityError, NotRenderedError, RequestError
 from chunkattn.models.tokenizer import load_tokenizer
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
-from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.parsers.states import StateTemplate
 from tests.chat_templates import CHATML, GEMMA, LLAMA3, PHI3
 from tests.checkpoints import Oracle, make_checkpoint
 from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer, qwen_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from chunkattn import LLM, Choice, Predicate, Rating, SamplingParams
 from chunkattn.calls.decide import decide_call
 from chunkattn.errors import CapacityError, RequestError
-from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.parsers.states import StateTemplate
 from tests.calls.test_decide import CASES, FORGED, METHODS, QUESTIONS, YES_NO, expected, shares_of, spellings
 from tests.chat_templates import CHATML
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint

@@ -9,10 +9,10 @@ import pytest
 
 from chunkattn import AsyncLLM, Choice, Predicate, Rating
 from chunkattn.calls.decide import decide_call
-from chunkattn.calls.decide_states import list_states, read_state
 from chunkattn.calls.score import ScoreCall
 from chunkattn.engine.messages import PrecomputeRequest
 from chunkattn.errors import CapacityError, RequestError
+from chunkattn.parsers.states import list_states, read_state
 from tests.flows import questions_of
 from tests.reranker_files import CHAT_OPTIONS
 

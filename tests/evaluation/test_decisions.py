@@ -14,7 +14,7 @@ from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.cli import app
 from chunkattn.decisions import ChoiceAnswer, PredicateAnswer
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.parsers.states import StateTemplate
 from chunkattn.tools.eval.chart import draw
 from chunkattn.tools.eval.data import Decisions, read_data
 from chunkattn.tools.eval.decisions import WAYS, Way, WayAnswers, brier, compare, conclusion, ece, examine, shares_of

@@ -13,7 +13,7 @@ from chunkattn.parsers import PromptParser, chat_template
 from chunkattn.parsers.arguments import chat_options
 from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
-from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.parsers.states import StateTemplate
 from tests.chat_templates import CHATML, TEMPLATES, byte_tokenizer
 
 

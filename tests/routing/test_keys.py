@@ -15,7 +15,7 @@ from chunkattn.documents.routes import documents_router
 from chunkattn.gateway.app import _KNOWN
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
-from chunkattn.parsers.state_template import StateTemplate
+from chunkattn.parsers.states import StateTemplate
 from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.documents import CacheBody
 from chunkattn.schema.generation import ChatBody, CompletionBody

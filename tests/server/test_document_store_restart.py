@@ -11,7 +11,7 @@ from chunkattn.documents.records import Scope
 from chunkattn.errors import ConfigError
 from chunkattn.parsers import PromptParser
 from chunkattn.server.app import create_app
-from chunkattn.server.stored_document import as_ids
+from chunkattn.server.contents import as_ids
 from chunkattn.web.options import ServerConfig
 from tests.server_helpers import SMALL, ServerProcess, wait_until
 

@@ -3,10 +3,10 @@
 import pytest
 from fastapi.testclient import TestClient
 
+from chunkattn.addresses import is_host, names_this_machine
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.errors import ConfigError
 from chunkattn.server.app import create_app
-from chunkattn.web.names import is_host, names_this_machine
 from chunkattn.web.options import ServerConfig
 
 

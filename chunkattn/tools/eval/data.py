@@ -13,10 +13,10 @@ from typing import Any, ClassVar, cast
 
 from chunkattn.calls.decide_files import questions_of
 from chunkattn.calls.decide_questions import level_of, option_of
-from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import Choice, Predicate
 from chunkattn.decisions import Question as Asked
 from chunkattn.errors import RequestError, shown
+from chunkattn.parsers.states import read_state
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Decisions:
 
     Attributes:
         line: number of the line in the file, from 1.
-        state: the state; see `chunkattn.calls.decide_states.read_state`.
+        state: the state; see `chunkattn.parsers.states.read_state`.
         questions: the questions, at least one.
         answers: place of the right answer of each question: in its options or levels; of a predicate, 0 for yes and 1 for no.
     """

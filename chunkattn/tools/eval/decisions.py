@@ -11,10 +11,10 @@ from jaxtyping import Float64
 
 from chunkattn.calls.decide import FITTED, DecideOptions
 from chunkattn.calls.decide_questions import METHODS, ask
-from chunkattn.calls.decide_states import read_state
 from chunkattn.decisions import Answer, Choice, PredicateAnswer
 from chunkattn.decisions import Question as Asked
 from chunkattn.llm import LLM
+from chunkattn.parsers.states import read_state
 from chunkattn.tools.eval.data import Decisions, at_line
 from chunkattn.tools.eval.measures import Mean, mean_of, percentile_interval
 from chunkattn.tools.eval.report import Row, interval_text

@@ -9,7 +9,7 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.select import Select
 from selenium.webdriver.support.wait import WebDriverWait
 
-from chunkattn.calls.decide_states import read_state
+from chunkattn.parsers.states import read_state
 from tests.patience import PATIENCE_S
 from tests.server.browser.page import BARS
 
