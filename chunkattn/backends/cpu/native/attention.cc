@@ -6,37 +6,16 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <thread>
 #include <vector>
+
+#include "parallel.h"
 
 namespace chunkattn {
 namespace {
 
-// Of products: few tasks, since each packs its rows and waits for its first piece of the weight, and several a thread, since
-// threads are not equally fast.
-constexpr int kTasksPerThread = 4, kGranule = 32;
-
-int divided(int a, int b) { return (a + b - 1) / b; }
+constexpr int kGranule = 32;  // rows and outputs of a product's task are multiples
 
 int bytes_of(Format format) { return format == Format::f32 ? 4 : format == Format::fp8 ? 1 : 2; }
-
-// Calls `work(0)` to `work(count - 1)`. The caller takes part, and never waits for a helper that has not begun.
-template <class Work> void parallel(Threads &threads, int count, const Work &work) {
-  struct Shared {
-    std::atomic<int> next{0}, done{0};
-  };
-  auto shared = std::make_shared<Shared>();  // a helper may begin after all is done
-  auto loop = [shared, count, &work] {
-    for (int i; (i = shared->next.fetch_add(1)) < count;) {
-      work(i);
-      shared->done.fetch_add(1, std::memory_order_release);
-    }
-  };
-  for (int helper = 1; helper < std::min(threads.count(), count); helper++) threads.schedule(loop);
-  loop();
-  for (int spins = 0; shared->done.load(std::memory_order_acquire) < count; spins++)
-    if (spins > 1000) std::this_thread::yield();
-}
 
 void write_row(const Step &step, int row) {
   const int head = step.head_dim * bytes_of(step.cache_format), slot = step.row_slot[row];
