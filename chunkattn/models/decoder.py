@@ -14,7 +14,8 @@ from itertools import count
 import jax
 import jax.numpy as jnp
 
-from chunkattn.models.linear import multiply, rms_norm
+from chunkattn.models.linear import multiply, multiply_several, rms_norm
+from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
@@ -29,22 +30,19 @@ class Decoder:
 
     Attributes:
         spec: shape of the decoder.
-        weights: parameters by the names of `DecoderSpec.parameters`, all of one dtype. Each layer has arrays of its own
-            instead of a slice for a scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
+        weights: parameters by the names of `DecoderSpec.parameters`, packed or of dtype `dtype`. Each layer has arrays of its
+            own instead of a slice for a scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
+        dtype: dtype of parameters, activations and KV. Rows stay float32 until a packed parameter multiplies them.
         shards: devices that share the parameters. On several, the methods run inside `Shards.map`, on one device's part.
     """
 
     spec: DecoderSpec
-    weights: dict[str, jax.Array]
+    weights: dict[str, Weight]
+    dtype: jnp.dtype
     shards: Shards = ONE_DEVICE
 
     @property
-    def dtype(self) -> jnp.dtype:
-        """Return the dtype of the parameters."""
-        return self.weights[EMBEDDING].dtype
-
-    @property
-    def head(self) -> jax.Array:
+    def head(self) -> Weight:
         """Return the weight of the logits of a language model, `[vocab, hidden]`."""
         return self.weights[EMBEDDING if self.spec.tie_embeddings else HEAD]
 
@@ -84,7 +82,8 @@ class Decoder:
         attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     ) -> jax.Array:
         """Return an attention layer's output, float32 `[T, hidden]`, from an input of the same shape and dtype."""
-        q, k, v = (self._linear(x, f"{name}{part}_proj").reshape(len(x), -1, self.spec.head_dim) for part in "qkv")
+        parts = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
+        q, k, v = (part.reshape(len(x), -1, self.spec.head_dim) for part in parts)
         if self.spec.qk_norm:
             q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
@@ -93,16 +92,25 @@ class Decoder:
 
     def _mlp(self, x: jax.Array, name: str) -> jax.Array:
         """Return the output of a SwiGLU layer (arXiv:2002.05202), float32 `[T, hidden]`, from such an input."""
-        gate, up = self._linear(x, f"{name}gate_proj"), self._linear(x, f"{name}up_proj")
+        gate, up = self._several(x, [f"{name}gate_proj", f"{name}up_proj"])
         return self._linear(jax.nn.silu(gate) * up, f"{name}down_proj", self.shards.total)
 
     def _linear(self, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
         """Return float32 `[N, out]` from `[N, in]`; `total` adds up the products of devices that divide the inputs."""
-        y, bias = total(multiply(x, self.weights[f"{name}.weight"])), self.weights.get(f"{name}.bias")
-        return y if bias is None else y + bias.astype(jnp.float32)
+        return self._biased(total(multiply(x, self.weights[f"{name}.weight"])), name)
+
+    def _several(self, x: jax.Array, names: list[str]) -> list[jax.Array]:
+        """Return `_linear` of one input for each of several modules."""
+        products = multiply_several(x, [self.weights[f"{name}.weight"] for name in names])
+        return [self._biased(y, name) for y, name in zip(products, names, strict=True)]
+
+    def _biased(self, y: jax.Array, name: str) -> jax.Array:
+        """Add the bias of a module to its products, if it has one."""
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + unpacked(bias).astype(jnp.float32)
 
     def _norm(self, x: jax.Array, name: str) -> jax.Array:
-        return rms_norm(x, self.weights[f"{name}.weight"], self.spec.norm_eps)
+        return rms_norm(x, unpacked(self.weights[f"{name}.weight"]), self.spec.norm_eps)
 
 
 def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decoder:
@@ -113,7 +121,7 @@ def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decode
         dtype: dtype of the parameters.
         seed: seed of the matrices.
     """
-    key, numbers, weights = jax.random.key(seed), count(), dict[str, jax.Array]()
+    key, numbers, weights = jax.random.key(seed), count(), dict[str, Weight]()
     embedding = jax.nn.initializers.normal(spec.hidden_size**-0.5)
     linear = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
     for name, shape in spec.parameters().items():
@@ -122,4 +130,4 @@ def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decode
         else:
             draw = embedding if name == EMBEDDING else linear
             weights[name] = draw(jax.random.fold_in(key, next(numbers)), shape, dtype)
-    return Decoder(spec, weights)
+    return Decoder(spec, weights, dtype)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
 from chunkattn.backends.cpu import linear as native
+from chunkattn.models.packed import Packed, Weight, multiply_packed
 
 _COLUMNS = 8
 """Least columns of a product: XLA:CPU adds up a product of fewer in an order that follows the number of rows."""
@@ -26,8 +29,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return x * jax.lax.rsqrt(mean + epsilon) * scale.astype(jnp.float32)
 
 
-def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return `x @ weight.T`, computed in the weight's dtype and accumulated in float32.
+def multiply(x: jax.Array, weight: Weight) -> jax.Array:
+    """Return `x @ weight.T`, computed in the weight's dtype and accumulated in float32. A packed weight has its own arithmetic.
 
     Float32 results are more exact than bfloat16, and come from XLA:CPU's only fast bfloat16 dot. On CPUs, a native operator
     multiplies few rows, and any number with AMX. It has no derivative.
@@ -36,10 +39,23 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
         x: `[N, in]`.
         weight: `[out, in]`, as in checkpoints; XLA:CPU reads it twice as fast as `[in, out]` for few rows.
     """
+    if isinstance(weight, Packed):
+        return multiply_packed(x, [weight])[0]
     x = x.astype(weight.dtype)
     if native.serves(x, weight):
         return jax.lax.platform_dependent(x, weight, cpu=native.multiply, default=dot)
     return dot(x, weight)
+
+
+def multiply_several(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
+    """Return `multiply` of the same rows with each of several weights, with the same bits.
+
+    Args:
+        x: `[N, in]`.
+        weights: weights `[out, in]`; packed ones share the integers of the rows.
+    """
+    packed = [weight for weight in weights if isinstance(weight, Packed)]
+    return multiply_packed(x, packed) if len(packed) == len(weights) else [multiply(x, weight) for weight in weights]
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -91,5 +91,5 @@ def test_check_of_a_wrong_backend(brief):
     result = CliRunner().invoke(app, ["check", "--cases", "1", "--backend", "half_as_large"])
     assert result.exit_code == 1, result.output
     assert "wrong" in result.output
-    assert "report the lines above with these" in result.output
+    assert "Report the lines above with these" in result.output
     assert "native CPU kernel" in result.output
