@@ -23,8 +23,8 @@ from chunkattn.engine.plan import Chip, Plan, plan
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.step import StepBuilder
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.families import spec_from_config
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import spec_from_config
 from chunkattn.tools.bench.geometry import GEOMETRIES
 
 MIB = 2**20

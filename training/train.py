@@ -23,7 +23,7 @@ from transformers import AutoTokenizer, Qwen3Config
 
 from chunkattn.layout import ChunkLayout
 from chunkattn.models.decoder import Decoder, random_decoder
-from chunkattn.models.spec import spec_from_config
+from chunkattn.models.families import spec_from_config
 from chunkattn.models.weights import save_weights
 from chunkattn.rope.positions import make_layout
 from training.tokenizer import train_tokenizer

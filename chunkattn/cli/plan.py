@@ -48,7 +48,8 @@ def plan(
             fits = [pool, f"{memory.num_pages:,}", f"{memory.num_tokens:,}", f"{memory.num_tokens / longest:,.1f}"]
             fits = fits if memory.num_pages else ["too large", "", "", ""]
             table.add_row(f"{name}, {chip.memory_bytes / _GIB:.0f}", str(size), weights, share, *fits)
-    console.print(f"{spec.num_layers} layers, {spec.num_heads} heads, {spec.num_kv_heads} KV heads, weights in {dtype.name}")
+    num_heads, num_kv_heads, _ = spec.heads
+    console.print(f"{spec.num_layers} layers, {num_heads} heads, {num_kv_heads} KV heads, weights in {dtype.name}")
     console.print(table)
     console.print("GiB on each of N devices. Weights and pool take the memory of JAX but 15%, at most 6 GiB, which steps have.")
     if packed := plans.packed_bytes(config, spec, dtype, types):

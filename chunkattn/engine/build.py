@@ -97,7 +97,7 @@ def _open_store(config: EngineConfig) -> KVStore | None:
 
 
 def _max_model_len(config: EngineConfig, spec: DecoderSpec) -> int:
-    limit = spec.max_model_len if spec.rotary.max_positions is None else min(spec.max_model_len, spec.rotary.max_positions)
+    limit = spec.max_model_len
     if config.max_model_len is not None and config.max_model_len > limit:
         raise ConfigError(f"max_model_len {config.max_model_len} exceeds the {limit} positions the checkpoint is made for")
     return config.max_model_len or limit
@@ -135,10 +135,11 @@ def attention_spec(config: EngineConfig, model: DecoderSpec, dtype: jnp.dtype, s
         dtype: dtype of weights and activations.
         shards: devices that share the model.
     """
+    num_heads, num_kv_heads, head_dim = model.heads
     return AttentionSpec(
-        num_heads=model.num_heads // shards.size,
-        num_kv_heads=model.num_kv_heads // shards.kv_size,
-        head_dim=model.head_dim,
+        num_heads=num_heads // shards.size,
+        num_kv_heads=num_kv_heads // shards.kv_size,
+        head_dim=head_dim,
         dtype=dtype,
         block_size=config.block_size or default_block_size(jax.default_backend()),
         windows=tuple(dict.fromkeys(model.windows)),

@@ -159,7 +159,8 @@ class Runner:
     @property
     def pair_flops(self) -> float:
         """Return the floating-point operations of attention per row, slot and device, over all layers."""
-        return 4.0 * self.spec.num_layers * self.spec.num_heads * self.spec.head_dim / self.shards.size
+        mixers = [layer.mixer for layer in self.spec.layers]
+        return 4.0 * sum(mixer.num_heads * mixer.head_dim for mixer in mixers) / self.shards.size
 
     @property
     def weight_bytes(self) -> int:
@@ -398,14 +399,15 @@ class Runner:
         backend: str | None = None,
     ) -> tuple[jax.Array, jax.Array, list[KVCache]]:
         self.compiles[backend or "step"] += 1  # runs only while JAX traces, so the counter counts compilations
-        caches, scale, forward = list(caches), 1 / math.sqrt(self.spec.head_dim), self.backends[backend].forward
+        caches, forward = list(caches), self.backends[backend].forward
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             # A tile multiplies the V of slots that a row does not see by zero, so NaN in the cache would spread to other rows.
             # The cache gets zeros instead, and the row itself gets NaN, which its hidden state keeps.
             fine_k, fine_v = jnp.isfinite(k), jnp.isfinite(v)
             k, v = jnp.where(fine_k, k, 0), jnp.where(fine_v, v, 0)
-            out, caches[layer] = forward(q, k, v, caches[layer], metadata, scale=scale, window=self.spec.windows[layer])
+            mixer = self.spec.layers[layer].mixer
+            out, caches[layer] = forward(q, k, v, caches[layer], metadata, scale=mixer.scale, window=mixer.window)
             taint = jnp.where(fine_k & fine_v, 0, jnp.nan).astype(out.dtype)
             return out + jnp.repeat(taint, q.shape[1] // k.shape[1], axis=1)
 

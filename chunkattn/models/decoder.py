@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from chunkattn.models.linear import multiply, multiply_several, rms_norm
 from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, DecoderSpec
+from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, Attention, DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -54,13 +54,14 @@ class Decoder:
             positions: int32 `[T]` position ids.
             attend: attention callback, called once per layer, in order.
         """
-        tables = rotary_tables(self.spec.rotary, positions)
+        rotaries = dict.fromkeys(layer.mixer.rotary for layer in self.spec.layers)
+        tables = {rotary: None if rotary is None else rotary_tables(rotary, positions) for rotary in rotaries}
         x = self.shards.embed(self.weights[EMBEDDING], token_ids)
-        for index in range(self.spec.num_layers):
-            layer = f"model.layers.{index}."
-            normed = self._norm(x, f"{layer}input_layernorm")
-            x = x + self._attention(normed, f"{layer}self_attn.", *tables, partial(attend, index))
-            x = x + self._mlp(self._norm(x, f"{layer}post_attention_layernorm"), f"{layer}mlp.")
+        for index, layer in enumerate(self.spec.layers):
+            name, rotary = f"model.layers.{index}.", tables[layer.mixer.rotary]
+            normed = self._norm(x, f"{name}input_layernorm")
+            x = x + self._attention(layer.mixer, normed, f"{name}self_attn.", rotary, partial(attend, index))
+            x = x + self._mlp(self._norm(x, f"{name}post_attention_layernorm"), f"{name}mlp.")
         return self._norm(x, "model.norm")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -75,18 +76,19 @@ class Decoder:
 
     def _attention(
         self,
+        spec: Attention,
         x: jax.Array,
         name: str,
-        cos: jax.Array,
-        sin: jax.Array,
+        rotary: tuple[jax.Array, jax.Array] | None,
         attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
     ) -> jax.Array:
         """Return an attention layer's output, float32 `[T, hidden]`, from an input of the same shape and dtype."""
         parts = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
-        q, k, v = (part.reshape(len(x), -1, self.spec.head_dim) for part in parts)
-        if self.spec.qk_norm:
+        q, k, v = (part.reshape(len(x), -1, spec.head_dim) for part in parts)
+        if spec.qk_norm:
             q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        if rotary is not None:
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         out = attend(q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype))
         return self._linear(out.reshape(len(x), -1), f"{name}o_proj", self.shards.total)
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from chunkattn.errors import ModelError
+from chunkattn.models.families import spec_from_config
 from chunkattn.models.gguf_file import GGUFFile
 from chunkattn.models.gguf_vocabulary import read_vocabulary
-from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, spec_from_config
+from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, LayerSpec
 from chunkattn.rope.rotary import RotarySpec
 
 if TYPE_CHECKING:
@@ -140,13 +141,18 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
         spec = spec_from_config(config)
     except ModelError as error:
         raise file.fault(f"{error}") from None
-    return dataclasses.replace(
-        spec,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        o_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_down.bias" in file.tensors,
-        rotary=_with_factors(file, spec.rotary),
-    )
+    biases = {
+        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "o_bias": "blk.0.attn_output.bias" in file.tensors,
+    }
+    mlp_bias = "blk.0.ffn_down.bias" in file.tensors
+    rotaries = {rotary: rotary and _with_factors(file, rotary) for rotary in {layer.mixer.rotary for layer in spec.layers}}
+
+    def from_tensors(layer: LayerSpec) -> LayerSpec:
+        mixer = replace(layer.mixer, rotary=rotaries[layer.mixer.rotary], **biases)
+        return replace(layer, mixer=mixer, feed_forward=replace(layer.feed_forward, bias=mlp_bias))
+
+    return spec.map(from_tensors)
 
 
 def _class_names(file: GGUFFile) -> list[str]:
@@ -186,11 +192,11 @@ def _with_factors(file: GGUFFile, rotary: RotarySpec) -> RotarySpec:
     """Return the rotary embedding with its frequencies divided by the file's factors, if the file has any."""
     if _ROPE_FACTORS not in file.tensors:
         return rotary
-    fits = file.shape(_ROPE_FACTORS) == rotary.inv_freq.shape
+    fits = file.shape(_ROPE_FACTORS) == (len(rotary.inv_freq),)
     factors = file.read(_ROPE_FACTORS, np.dtype(np.float32)) if fits else np.zeros(1, np.float32)
     if not (factors > 0).all():
         raise file.fault(f"tensor {_ROPE_FACTORS!r} must hold {len(rotary.inv_freq)} positive factors")
-    return dataclasses.replace(rotary, inv_freq=rotary.inv_freq / factors)
+    return RotarySpec.of(np.asarray(rotary.inv_freq, np.float32) / factors, rotary.attention_factor)
 
 
 def _scaling(file: GGUFFile) -> dict[str, Any]:
@@ -319,8 +325,9 @@ class GGUFTensors:
 
         llama.cpp rotates neighbouring rows there, so its converter interleaves the two halves of each head.
         """
-        heads = {"q_proj": self._spec.num_heads, "k_proj": self._spec.num_kv_heads}.get(name.split(".")[-2])
+        num_heads, num_kv_heads, head_dim = self._spec.heads
+        heads = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2])
         if self._architecture != "llama" or heads is None:
             return None
-        rows = np.arange(heads * self._spec.head_dim).reshape(heads, self._spec.head_dim // 2, 2)
+        rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
         return rows.swapaxes(1, 2).reshape(-1)

@@ -14,6 +14,7 @@ import xxhash
 
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
+from chunkattn.models.families import FAMILIES, spec_from_config, unsupported
 from chunkattn.models.foreign_files import explain_folder
 from chunkattn.models.generation_defaults import read_generation_config, sampling_defaults
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
@@ -22,7 +23,7 @@ from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.locate import DEMO_FOLDER, resolve_path
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import FAMILIES, DecoderSpec, spec_from_config, unsupported
+from chunkattn.models.spec import DecoderSpec
 from chunkattn.models.tokenizer import check_rows, load_tokenizer
 from chunkattn.parsers.chat_template import own_template
 

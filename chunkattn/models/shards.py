@@ -290,9 +290,9 @@ def _axes(size: int, spec: DecoderSpec) -> tuple[int, int]:
         ConfigError: the heads, KV heads or MLP cannot be divided by the number of devices.
     """
     if reason := indivisible(size, spec):
-        sizes = [n for n in range(1, spec.num_heads + 1) if not indivisible(n, spec)]
+        sizes = [n for n in range(1, spec.heads[0] + 1) if not indivisible(n, spec)]
         raise ConfigError(f"{reason} tensor_parallel_size={size}; use {one_of(sizes)}")
-    kv_heads = min(size, spec.num_kv_heads)
+    kv_heads = min(size, spec.heads[1])
     return kv_heads, size // kv_heads
 
 
@@ -319,9 +319,11 @@ def indivisible(size: int, spec: DecoderSpec) -> str | None:
         size: number of devices.
         spec: shape of the decoder.
     """
-    for what, number in (("attention heads", spec.num_heads), ("columns of the MLP", spec.intermediate_size)):
+    num_heads, num_kv_heads, _ = spec.heads
+    columns = dict.fromkeys(layer.feed_forward.size for layer in spec.layers)
+    for what, number in (("attention heads", num_heads), *(("columns of the MLP", width) for width in columns)):
         if number % size:
             return f"{number} {what} cannot be divided by"
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        return f"{spec.num_kv_heads} KV heads can be neither divided nor shared equally by"
+    if num_kv_heads % size and size % num_kv_heads:
+        return f"{num_kv_heads} KV heads can be neither divided nor shared equally by"
     return None

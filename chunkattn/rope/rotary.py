@@ -14,19 +14,22 @@ import numpy as np
 from chunkattn.errors import ModelError
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class RotarySpec:
     """Frequencies of one model's rotary embedding.
 
     Attributes:
-        inv_freq: float32 `[head_dim / 2]`, radians per position.
+        inv_freq: `head_dim / 2` frequencies in radians per position, each a float32.
         attention_factor: factor of cos and sin; 1.0 except under YaRN.
-        max_positions: bound below which positions must be; None sets no bound.
     """
 
-    inv_freq: np.ndarray
+    inv_freq: tuple[float, ...]
     attention_factor: float = 1.0
-    max_positions: int | None = None
+
+    @classmethod
+    def of(cls, inv_freq: np.ndarray, attention_factor: float = 1.0) -> RotarySpec:
+        """Return the rotary embedding of float32 frequencies `[head_dim / 2]`."""
+        return cls(tuple(inv_freq.astype(np.float32).tolist()), attention_factor)
 
 
 def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> RotarySpec:
@@ -35,8 +38,8 @@ def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embedding
     Args:
         params: `rope_type`, `rope_theta` and the parameters of the type, named as in Hugging Face configurations.
         head_dim: size of an attention head.
-        max_position_embeddings: value from the configuration. Type `dynamic` refuses positions beyond it: scaling would make
-            the frequencies of cached keys depend on the longest position of a call.
+        max_position_embeddings: value from the configuration. Type `dynamic` scales nothing, since no position is beyond
+            it: scaling would make the frequencies of cached keys depend on the longest position of a call.
 
     Raises:
         ModelError: the scaling is not supported, or a parameter is missing or invalid.
@@ -62,19 +65,17 @@ def _make_rotary(rope_type: str, params: Mapping[str, Any], head_dim: int, max_p
     inv_freq = np.float32(1.0) / base ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
     if "factor" in params and params["factor"] is not None and not params["factor"] >= 1:
         raise ValueError("factor must be at least 1")
-    if rope_type == "default":
-        spec = RotarySpec(inv_freq)
+    if rope_type in ("default", "dynamic"):
+        spec = RotarySpec.of(inv_freq)
     elif rope_type == "linear":
-        spec = RotarySpec(inv_freq / np.float32(params["factor"]))
-    elif rope_type == "dynamic":
-        spec = RotarySpec(inv_freq, max_positions=max_position_embeddings)
+        spec = RotarySpec.of(inv_freq / np.float32(params["factor"]))
     elif rope_type == "llama3":
-        spec = RotarySpec(_llama3(inv_freq, params, max_position_embeddings))
+        spec = RotarySpec.of(_llama3(inv_freq, params, max_position_embeddings))
     elif rope_type == "yarn":
         spec = _yarn(inv_freq, params, max_position_embeddings)
     else:
         raise ModelError(f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn")
-    if not (np.isfinite(spec.inv_freq).all() and (spec.inv_freq > 0).all() and math.isfinite(spec.attention_factor)):
+    if not (all(0 < frequency < math.inf for frequency in spec.inv_freq) and math.isfinite(spec.attention_factor)):
         raise ValueError("frequencies must be positive, and they and attention_factor must be finite")
     return spec
 
@@ -114,7 +115,7 @@ def _yarn(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -
         over, under = params.get("mscale"), params.get("mscale_all_dim")
         attention_factor = mscale(over) / mscale(under) if over and under else mscale(1.0)
     scaled = (1 - keep) * inv_freq / np.float32(factor) + keep * inv_freq
-    return RotarySpec(scaled.astype(np.float32), float(attention_factor))
+    return RotarySpec.of(scaled, float(attention_factor))
 
 
 def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -127,7 +128,7 @@ def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, ja
     Returns:
         cos and sin, each float32 `[T, 1, head_dim / 2]`.
     """
-    angles = positions.astype(jnp.float32)[:, None] * spec.inv_freq
+    angles = positions.astype(jnp.float32)[:, None] * np.asarray(spec.inv_freq, np.float32)
     factor = np.float32(spec.attention_factor)
     # Without the barrier, XLA:CPU fuses the cosines into each of their uses and recomputes them per head. It does not fuse
     # concatenations.

@@ -18,6 +18,7 @@ from chunkattn.engine.messages import (
     TokenOutput,
 )
 from chunkattn.rope.positions import make_layout
+from chunkattn.rope.rotary import RotarySpec
 from tests.checkpoints import VOCAB
 from tests.engine.test_cache import COLD, GREEDY, check_same, part
 from tests.engine_writer import OPTIONS
@@ -162,7 +163,8 @@ def test_the_fingerprint_names_values_not_their_texts(engine, monkeypatch):
     assert fingerprint([np.float32(0.5), spec], []) == fingerprint([0.5, spec], [])
     before = fingerprint(spec, [])
     assert before != fingerprint(replace(spec, norm_eps=spec.norm_eps * 2), [])
-    assert before != fingerprint(replace(spec, rotary=replace(spec.rotary, inv_freq=spec.rotary.inv_freq * 2)), [])
+    faster = RotarySpec(tuple(2 * frequency for frequency in spec.layers[0].mixer.rotary.inv_freq))
+    assert before != fingerprint(spec.map(lambda layer: replace(layer, mixer=replace(layer.mixer, rotary=faster))), [])
     monkeypatch.setattr("chunkattn.engine.kv_pool.KV_VERSION", 1)
     assert before != fingerprint(spec, [])
 

@@ -77,8 +77,8 @@ def dense_logits(decoder, ids=IDS):
     distance = np.arange(count)[:, None] - np.arange(count)
 
     def attend(layer, q, k, v):
-        k, v = (jnp.repeat(x, spec.num_heads // spec.num_kv_heads, axis=1) for x in (k, v))
-        scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
         seen = (distance >= 0) & (distance < (spec.windows[layer] or count))
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 

@@ -25,8 +25,8 @@ from chunkattn.engine.build import build_core
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.families import spec_from_config
 from chunkattn.models.loader import open_files
-from chunkattn.models.spec import spec_from_config
 from chunkattn.models.weights import save_weights
 
 POSITIONS = {"shared": ("shared", 0), "offset": ("offset", 0), "gap 5": ("shared", 5), "gap 23": ("shared", 23)}

@@ -78,7 +78,7 @@ def test_a_device_holds_its_share(llm):
     assert len(held) == 4
     assert ideal <= max(held) <= 1.03 * ideal
     assert max(held) < 0.3 * runner.weight_bytes
-    page = 2 * runner.spec.num_layers * llm.limits.block_size * runner.spec.head_dim * 4  # K and V of one head
+    page = 2 * runner.spec.num_layers * llm.limits.block_size * runner.spec.heads[2] * 4  # K and V of one head
     assert bytes_by_device(runner.pool.caches) == [llm.limits.num_pages * page] * 4
     assert llm.limits.num_pages == llm.config.kv_cache_memory_bytes // page
     assert llm.limits.page_bytes == 2 * page  # of both heads

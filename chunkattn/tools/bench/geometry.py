@@ -15,9 +15,10 @@ from chunkattn.engine.build import attention_spec, enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.runner import Runner
 from chunkattn.models.decoder import Decoder, random_decoder
+from chunkattn.models.families import spec_from_config
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
 from chunkattn.models.packed import unpacked
-from chunkattn.models.spec import EMBEDDING, DecoderSpec, spec_from_config
+from chunkattn.models.spec import EMBEDDING, DecoderSpec
 from chunkattn.models.weights import save_weights
 
 _COMMON = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6}

@@ -1,0 +1,198 @@
+"""The supported model families, and the decoder's shape from a Hugging Face configuration."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from chunkattn.errors import ModelError
+from chunkattn.models.spec import Attention, DecoderSpec, LayerSpec, Mlp
+from chunkattn.rope.rotary import make_rotary
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_CLASSIFIER, _LANGUAGE_MODEL, _BARE = "ForSequenceClassification", "ForCausalLM", "Model"
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts of one model family that its class in transformers decides, whatever a configuration holds.
+
+    Attributes:
+        name: name for readers.
+        prefixes: first part of the names of its classes; checkpoints may name the class by any of them.
+        qkv_bias: whether the query, key and value projections have biases; None if `attention_bias` decides.
+        o_bias: whether the output projection has a bias; None if `attention_bias` decides.
+        mlp_bias: whether the MLP's projections have biases; None if `mlp_bias` decides.
+        qk_norm: whether queries and keys are normalised per head.
+        windows: layers with a sliding window: none, all if `sliding_window` is set, or those of `layer_types`.
+    """
+
+    name: str
+    prefixes: tuple[str, ...]
+    qkv_bias: bool | None
+    o_bias: bool | None
+    mlp_bias: bool | None
+    qk_norm: bool
+    windows: Literal["none", "all", "layer_types"]
+
+
+FAMILIES = {
+    "llama": Family("Llama 2/3.x", ("Llama", "LLaMA"), None, None, None, False, "none"),
+    "mistral": Family("Mistral", ("Mistral",), False, False, False, False, "all"),
+    # transformers reads a Mistral configuration with `layer_types` as Ministral's.
+    "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, False, "layer_types"),
+    "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, False, "layer_types"),
+    "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, True, "layer_types"),
+}
+"""Supported families by `model_type`.
+
+Source: `configuration_*.py` and `modeling_*.py` of each family in https://github.com/huggingface/transformers
+"""
+
+
+def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
+    """Return the decoder's shape from a Hugging Face configuration.
+
+    Args:
+        config: configuration of the checkpoint.
+
+    Raises:
+        ModelError: the architecture or one of its settings is not supported.
+    """
+    family, architecture = _family(config)
+    is_classifier = architecture.endswith(_CLASSIFIER)
+    _refuse_foreign_forward_passes(config, architecture)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    for name in (*sizes, "num_key_value_heads", "max_position_embeddings", *(["num_labels"] if is_classifier else [])):
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise _wrong(f"{name} must be a positive integer, got {value!r}")
+    if config.num_attention_heads % config.num_key_value_heads:
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
+        raise _wrong(f"head_dim must be a positive even integer, got {head_dim!r}")
+    epsilon = config.rms_norm_eps
+    if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
+        raise _wrong(f"rms_norm_eps must be a finite number that is not negative, got {epsilon!r}")
+    # transformers reads `original_max_position_embeddings` beside the RoPE parameters only when a model is built.
+    config.standardize_rope_params()
+    rotary = make_rotary(config.rope_parameters, head_dim, config.max_position_embeddings)
+    max_model_len = _max_model_len(config)  # the parameters have been checked
+    attention = Attention(
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        rotary=rotary,
+        qkv_bias=_decided(family.qkv_bias, config, "attention_bias"),
+        o_bias=_decided(family.o_bias, config, "attention_bias"),
+        qk_norm=family.qk_norm,
+    )
+    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"))
+    windows = _windows(family, config, max_model_len)
+    return DecoderSpec(
+        architecture=architecture,
+        vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size,
+        layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),
+        norm_eps=epsilon,
+        tie_embeddings=bool(config.tie_word_embeddings),
+        max_model_len=max_model_len,
+        num_labels=config.num_labels if is_classifier else None,
+    )
+
+
+def _wrong(text: str) -> ModelError:
+    return ModelError(f"configuration: {text}")
+
+
+def _family(config: PretrainedConfig) -> tuple[Family, str]:
+    """Return the family of `model_type`, and the class that `architectures` names.
+
+    As in transformers, `model_type` decides the family. A checkpoint of the bare model, or without `architectures`, is a
+    language model.
+    """
+    named = (config.architectures or [None])[0]
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise unsupported(f"model_type {config.model_type!r}")
+    if named is None or named in [prefix + _BARE for prefix in family.prefixes]:
+        return family, family.prefixes[0] + _LANGUAGE_MODEL
+    if named in _classes(family):
+        return family, named
+    if any(named in (*_classes(other), *(prefix + _BARE for prefix in other.prefixes)) for other in FAMILIES.values()):
+        raise _wrong(
+            f"architectures {named!r} and model_type {config.model_type!r} name two families; correct the wrong "
+            "one in config.json"
+        )
+    raise unsupported(f"architecture {named!r}")
+
+
+def _classes(family: Family) -> list[str]:
+    return [prefix + head for head in (_LANGUAGE_MODEL, _CLASSIFIER) for prefix in family.prefixes]
+
+
+def unsupported(what: str) -> ModelError:
+    """Return the error for a model of no supported family.
+
+    Args:
+        what: key and value of the configuration that name the model.
+    """
+    known = ", ".join(f"{family.prefixes[0]}{_LANGUAGE_MODEL} ({kind})" for kind, family in FAMILIES.items())
+    return ModelError(f"{what} is not supported; supported are {known} and the {_CLASSIFIER} class of each")
+
+
+def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) -> None:
+    """Raise if a key that every class of transformers obeys asks for something that the decoder does not compute."""
+    if config.hidden_act not in ("silu", "swish"):
+        raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only 'silu' is")
+    for key in ("quantization_config", "quantization"):  # the second is MLX's
+        if getattr(config, key, None):
+            raise ModelError(f"quantized checkpoints ({key}) are not supported; use an unquantized one")
+    if not getattr(config, "is_causal", True):
+        raise _wrong(f"is_causal is {config.is_causal}: bidirectional attention is not supported")
+    if getattr(config, "is_heterogeneous", False):
+        raise _wrong("per_layer_config: layers of different shapes are not supported")
+    if weights := getattr(config, "transformers_weights", None):
+        raise _wrong(f"transformers_weights {weights!r} is not supported; rename the file to model.safetensors")
+
+
+def _decided(by_family: bool | None, config: PretrainedConfig, key: str) -> bool:
+    return bool(getattr(config, key, False)) if by_family is None else by_family
+
+
+def _windows(family: Family, config: PretrainedConfig, max_model_len: int) -> tuple[int | None, ...]:
+    """Return the sliding window of each layer. A window of all positions of the model is none."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if family.windows == "none" or (family.windows == "all" and window is None):
+        return (None,) * layers
+    types = [_WINDOWED] * layers if family.windows == "all" else config.layer_types
+    if unknown := sorted(set(types) - {_FULL, _WINDOWED}):
+        raise ModelError(f"layer type {unknown[0]!r} is not supported by {family.name}")
+    if len(types) != layers:
+        raise _wrong(f"layer_types has {len(types)} entries for {layers} layers")
+    if _WINDOWED not in types:
+        return (None,) * layers
+    if not isinstance(window, int) or window < 1:
+        raise _wrong(f"layers with sliding_attention need a sliding_window, got {window!r}")
+    if window >= max_model_len:
+        return (None,) * layers
+    return tuple(window if kind == _WINDOWED else None for kind in types)
+
+
+def _max_model_len(config: PretrainedConfig) -> int:
+    """Return the positions that the checkpoint supports. A scaling factor counts if it extends the configured length."""
+    rope = config.rope_parameters
+    length = int(config.max_position_embeddings)
+    if rope.get("rope_type") == "linear":
+        return int(length * rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or length
+        return max(length, int(original * (rope.get("factor") or 1)))
+    return length
