@@ -4,7 +4,19 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SmolLM3Config,
+)
 
 from chunkattn import ChunkLayout
 
@@ -51,6 +63,13 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "qwen2-window": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "gemma": GemmaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "granite": GraniteConfig(
+        **_SHAPE, embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.6, logits_scaling=1.7
+    ),
+    "olmo2": Olmo2Config(**_SHAPE),
+    "phi3": Phi3Config(**_SHAPE, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}),
+    "smollm3": SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
     "qwen3-64": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 2}, head_dim=64, tie_word_embeddings=True),
 }
 CHUNKABLE = [name for name in CHECKPOINTS if "window" not in name and name != "qwen3-64"]

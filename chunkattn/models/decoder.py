@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from chunkattn.models.linear import multiply, multiply_several, rms_norm
 from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, Attention, DecoderSpec
+from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, Attention, DecoderSpec, Mlp
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -57,11 +57,19 @@ class Decoder:
         rotaries = dict.fromkeys(layer.mixer.rotary for layer in self.spec.layers)
         tables = {rotary: None if rotary is None else rotary_tables(rotary, positions) for rotary in rotaries}
         x = self.shards.embed(self.weights[EMBEDDING], token_ids)
+        if self.spec.embedding_scale != 1:
+            x = x * jnp.asarray(self.spec.embedding_scale, self.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.spec.layers):
-            name, rotary = f"model.layers.{index}.", tables[layer.mixer.rotary]
-            normed = self._norm(x, f"{name}input_layernorm")
-            x = x + self._attention(layer.mixer, normed, f"{name}self_attn.", rotary, partial(attend, index))
-            x = x + self._mlp(self._norm(x, f"{name}post_attention_layernorm"), f"{name}mlp.")
+            name, norms, rotary = f"model.layers.{index}.", layer.norms, tables[layer.mixer.rotary]
+            mix = partial(self._attention, layer.mixer, name=f"{name}self_attn.", rotary=rotary, attend=partial(attend, index))
+            feed = partial(self._mlp, layer.feed_forward, name=f"{name}mlp.")
+            for half, before, after in (
+                (mix, norms.before_mixer, norms.after_mixer),
+                (feed, norms.before_feed_forward, norms.after_feed_forward),
+            ):
+                y = half(x if before is None else self._norm(x, f"{name}{before}"))
+                y = y if after is None else self._norm(y, f"{name}{after}")
+                x = x + (y if layer.residual_scale == 1 else y * layer.residual_scale)
         return self._norm(x, "model.norm")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -72,7 +80,8 @@ class Decoder:
         """
         if self.spec.num_labels is not None:
             return multiply(hidden, self.weights[CLASSES])
-        return self.shards.gather(multiply(hidden, self.head), self.spec.vocab_size)
+        logits = self.shards.gather(multiply(hidden, self.head), self.spec.vocab_size)
+        return logits if self.spec.logit_scale == 1 else logits * self.spec.logit_scale
 
     def _attention(
         self,
@@ -84,18 +93,21 @@ class Decoder:
     ) -> jax.Array:
         """Return an attention layer's output, float32 `[T, hidden]`, from an input of the same shape and dtype."""
         parts = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
+        if spec.qk_norm == "whole":
+            parts[:2] = self._norm(parts[0], f"{name}q_norm"), self._norm(parts[1], f"{name}k_norm")
         q, k, v = (part.reshape(len(x), -1, spec.head_dim) for part in parts)
-        if spec.qk_norm:
+        if spec.qk_norm == "head":
             q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         out = attend(q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype))
         return self._linear(out.reshape(len(x), -1), f"{name}o_proj", self.shards.total)
 
-    def _mlp(self, x: jax.Array, name: str) -> jax.Array:
-        """Return the output of a SwiGLU layer (arXiv:2002.05202), float32 `[T, hidden]`, from such an input."""
+    def _mlp(self, spec: Mlp, x: jax.Array, name: str) -> jax.Array:
+        """Return the output of a gated MLP (arXiv:2002.05202), float32 `[T, hidden]`, from such an input."""
         gate, up = self._several(x, [f"{name}gate_proj", f"{name}up_proj"])
-        return self._linear(jax.nn.silu(gate) * up, f"{name}down_proj", self.shards.total)
+        gate = jax.nn.silu(gate) if spec.activation == "silu" else jax.nn.gelu(gate, approximate=True)
+        return self._linear(gate * up, f"{name}down_proj", self.shards.total)
 
     def _linear(self, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
         """Return float32 `[N, out]` from `[N, in]`; `total` adds up the products of devices that divide the inputs."""
@@ -112,7 +124,10 @@ class Decoder:
         return y if bias is None else y + unpacked(bias).astype(jnp.float32)
 
     def _norm(self, x: jax.Array, name: str) -> jax.Array:
-        return rms_norm(x, unpacked(self.weights[f"{name}.weight"]), self.spec.norm_eps)
+        weight = unpacked(self.weights[f"{name}.weight"])
+        if self.spec.norm_offset:
+            weight = weight.astype(jnp.float32) + self.spec.norm_offset
+        return rms_norm(x, weight, self.spec.norm_eps)
 
 
 def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decoder:

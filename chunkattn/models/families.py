@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from chunkattn.errors import ModelError
-from chunkattn.models.spec import Attention, DecoderSpec, LayerSpec, Mlp
+from chunkattn.models.spec import AFTER, Attention, DecoderSpec, LayerSpec, Mlp
 from chunkattn.rope.rotary import make_rotary
 
 if TYPE_CHECKING:
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 _CLASSIFIER, _LANGUAGE_MODEL, _BARE = "ForSequenceClassification", "ForCausalLM", "Model"
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Activations of the MLP by their names in transformers."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,10 @@ class Family:
         qkv_bias: whether the query, key and value projections have biases; None if `attention_bias` decides.
         o_bias: whether the output projection has a bias; None if `attention_bias` decides.
         mlp_bias: whether the MLP's projections have biases; None if `mlp_bias` decides.
-        qk_norm: whether queries and keys are normalised per head.
+        qk_norm: what is normalised of queries and keys: nothing, each head, or the whole projection.
         windows: layers with a sliding window: none, all if `sliding_window` is set, or those of `layer_types`.
+        partial_rotary: whether `partial_rotary_factor` counts, by which a part of each head is rotated.
+        deltas: what else is its own: returns the shape with it. It gets the configuration and the shape without it.
     """
 
     name: str
@@ -36,17 +41,63 @@ class Family:
     qkv_bias: bool | None
     o_bias: bool | None
     mlp_bias: bool | None
-    qk_norm: bool
+    qk_norm: Literal["head", "whole"] | None
     windows: Literal["none", "all", "layer_types"]
+    partial_rotary: bool = False
+    deltas: Callable[[PretrainedConfig, DecoderSpec], DecoderSpec] = lambda config, spec: spec
+
+
+def _gemma(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Add 1 to the weights of norms, and scale the embeddings."""
+    if getattr(config, "use_bidirectional_attention", None):
+        raise _wrong("use_bidirectional_attention is true: bidirectional attention is not supported")
+    return replace(spec, norm_offset=1.0, embedding_scale=config.hidden_size**0.5)
+
+
+def _granite(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Scale embeddings, scores, residuals and logits."""
+    residual, scale = _factor(config, "residual_multiplier"), _factor(config, "attention_multiplier")
+    return replace(
+        spec.map(lambda layer: replace(layer, residual_scale=residual, mixer=replace(layer.mixer, scale=scale))),
+        embedding_scale=_factor(config, "embedding_multiplier"),
+        logit_scale=1 / _factor(config, "logits_scaling"),
+    )
+
+
+def _olmo2(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Put the norms behind attention and MLP."""
+    return spec.map(lambda layer: replace(layer, norms=AFTER))
+
+
+def _phi3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Read projections of one input from one tensor."""
+    return replace(spec, fused=True)
+
+
+def _smollm3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Let the layers without rotary embedding see no positions."""
+    rotates = config.no_rope_layers
+    if not isinstance(rotates, list) or len(rotates) < spec.num_layers:
+        raise _wrong(f"no_rope_layers must have an entry for each of {spec.num_layers} layers, got {rotates!r}")
+    layers = [
+        layer if rotate else replace(layer, mixer=replace(layer.mixer, rotary=None))
+        for layer, rotate in zip(spec.layers, rotates, strict=False)
+    ]
+    return replace(spec, layers=tuple(layers))
 
 
 FAMILIES = {
-    "llama": Family("Llama 2/3.x", ("Llama", "LLaMA"), None, None, None, False, "none"),
-    "mistral": Family("Mistral", ("Mistral",), False, False, False, False, "all"),
+    "llama": Family("Llama 2/3.x", ("Llama", "LLaMA"), None, None, None, None, "none"),
+    "mistral": Family("Mistral", ("Mistral",), False, False, False, None, "all"),
     # transformers reads a Mistral configuration with `layer_types` as Ministral's.
-    "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, False, "layer_types"),
-    "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, False, "layer_types"),
-    "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, True, "layer_types"),
+    "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, None, "layer_types"),
+    "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, None, "layer_types"),
+    "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, "head", "layer_types"),
+    "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
+    "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", deltas=_granite),
+    "olmo2": Family("OLMo 2", ("Olmo2",), None, None, False, "whole", "none", deltas=_olmo2),
+    "phi3": Family("Phi-3/4-mini", ("Phi3",), False, False, False, None, "all", partial_rotary=True, deltas=_phi3),
+    "smollm3": Family("SmolLM3", ("SmolLM3",), None, None, None, None, "layer_types", deltas=_smollm3),
 }
 """Supported families by `model_type`.
 
@@ -54,11 +105,12 @@ Source: `configuration_*.py` and `modeling_*.py` of each family in https://githu
 """
 
 
-def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
+def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None) -> DecoderSpec:
     """Return the decoder's shape from a Hugging Face configuration.
 
     Args:
         config: configuration of the checkpoint.
+        max_model_len: positions that the engine uses, by which a rotary embedding of two lengths is chosen; None for all.
 
     Raises:
         ModelError: the architecture or one of its settings is not supported.
@@ -82,8 +134,9 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         raise _wrong(f"rms_norm_eps must be a finite number that is not negative, got {epsilon!r}")
     # transformers reads `original_max_position_embeddings` beside the RoPE parameters only when a model is built.
     config.standardize_rope_params()
-    rotary = make_rotary(config.rope_parameters, head_dim, config.max_position_embeddings)
-    max_model_len = _max_model_len(config)  # the parameters have been checked
+    limit = config.max_position_embeddings
+    rotary = make_rotary(config.rope_parameters, head_dim, limit, max_model_len or limit, partial=family.partial_rotary)
+    limit = _max_model_len(config)  # the parameters have been checked
     attention = Attention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -94,18 +147,27 @@ def spec_from_config(config: PretrainedConfig) -> DecoderSpec:
         o_bias=_decided(family.o_bias, config, "attention_bias"),
         qk_norm=family.qk_norm,
     )
-    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"))
-    windows = _windows(family, config, max_model_len)
-    return DecoderSpec(
+    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), _ACTIVATIONS[config.hidden_act])
+    windows = _windows(family, config, limit)
+    spec = DecoderSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),
         norm_eps=epsilon,
         tie_embeddings=bool(config.tie_word_embeddings),
-        max_model_len=max_model_len,
+        max_model_len=limit,
         num_labels=config.num_labels if is_classifier else None,
     )
+    return family.deltas(config, spec)
+
+
+def _factor(config: PretrainedConfig, key: str) -> float:
+    """Return a number of the configuration that must be positive."""
+    value = getattr(config, key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise _wrong(f"{key} must be a positive finite number, got {value!r}")
+    return float(value)
 
 
 def _wrong(text: str) -> ModelError:
@@ -150,8 +212,10 @@ def unsupported(what: str) -> ModelError:
 
 def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) -> None:
     """Raise if a key that every class of transformers obeys asks for something that the decoder does not compute."""
-    if config.hidden_act not in ("silu", "swish"):
-        raise ModelError(f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only 'silu' is")
+    if config.hidden_act not in _ACTIVATIONS:
+        raise ModelError(
+            f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only {', '.join(_ACTIVATIONS)} are"
+        )
     for key in ("quantization_config", "quantization"):  # the second is MLX's
         if getattr(config, key, None):
             raise ModelError(f"quantized checkpoints ({key}) are not supported; use an unquantized one")

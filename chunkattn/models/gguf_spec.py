@@ -141,15 +141,12 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
         spec = spec_from_config(config)
     except ModelError as error:
         raise file.fault(f"{error}") from None
-    biases = {
-        "qkv_bias": "blk.0.attn_q.bias" in file.tensors,
-        "o_bias": "blk.0.attn_output.bias" in file.tensors,
-    }
+    qkv_bias, o_bias = "blk.0.attn_q.bias" in file.tensors, "blk.0.attn_output.bias" in file.tensors
     mlp_bias = "blk.0.ffn_down.bias" in file.tensors
     rotaries = {rotary: rotary and _with_factors(file, rotary) for rotary in {layer.mixer.rotary for layer in spec.layers}}
 
     def from_tensors(layer: LayerSpec) -> LayerSpec:
-        mixer = replace(layer.mixer, rotary=rotaries[layer.mixer.rotary], **biases)
+        mixer = replace(layer.mixer, rotary=rotaries[layer.mixer.rotary], qkv_bias=qkv_bias, o_bias=o_bias)
         return replace(layer, mixer=mixer, feed_forward=replace(layer.feed_forward, bias=mlp_bias))
 
     return spec.map(from_tensors)

@@ -103,7 +103,7 @@ def open_files(options: EngineConfig) -> ModelFiles:
         ModelError: the model cannot be found or read, or is not supported.
     """
     path = resolve_path(options.model, options.revision)
-    file, config, spec = _configuration(path)
+    file, config, spec = _configuration(path, options.max_model_len)
     if options.skip_tokenizer_init:
         loaded = None
     elif file is not None and options.tokenizer is None:
@@ -148,13 +148,15 @@ def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str,
     Raises:
         ModelError: the configuration cannot be found or read, or is not supported.
     """
-    file, config, spec = _configuration(resolve_path(options.model, options.revision, files=["config.json"]))
+    file, config, spec = _configuration(
+        resolve_path(options.model, options.revision, files=["config.json"]), options.max_model_len
+    )
     tensors = None if file is None else GGUFTensors(file, spec)
     types = {} if tensors is None else {name: tensors.stored_type(name) for name in tensors.names()}
     return spec, _dtype(config, options), types
 
 
-def _configuration(path: Path) -> tuple[GGUFFile | None, PretrainedConfig, DecoderSpec]:
+def _configuration(path: Path, max_model_len: int | None) -> tuple[GGUFFile | None, PretrainedConfig, DecoderSpec]:
     """Return the opened GGUF file, if the path is one, the configuration and the shape of a model.
 
     Raises:
@@ -166,7 +168,7 @@ def _configuration(path: Path) -> tuple[GGUFFile | None, PretrainedConfig, Decod
         return file, config, spec_from_gguf(file, config)
     config = read_config(path)
     try:
-        return None, config, spec_from_config(config)
+        return None, config, spec_from_config(config, max_model_len)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
 

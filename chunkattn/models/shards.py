@@ -319,6 +319,8 @@ def indivisible(size: int, spec: DecoderSpec) -> str | None:
         size: number of devices.
         spec: shape of the decoder.
     """
+    if size > 1 and any(layer.mixer.qk_norm == "whole" for layer in spec.layers):
+        return "norms over all heads cannot be divided by"
     num_heads, num_kv_heads, _ = spec.heads
     columns = dict.fromkeys(layer.feed_forward.size for layer in spec.layers)
     for what, number in (("attention heads", num_heads), *(("columns of the MLP", width) for width in columns)):

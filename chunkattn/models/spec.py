@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from chunkattn.rope.rotary import RotarySpec
 
@@ -12,6 +13,28 @@ Shapes = dict[str, tuple[int, ...]]
 
 EMBEDDING, HEAD, CLASSES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 """Names of the embedding, of a language model's head and of a classifier's, in Hugging Face checkpoints."""
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms around the two halves of a layer: names of each half's norm before it and after it, None for none."""
+
+    before_mixer: str | None
+    after_mixer: str | None
+    before_feed_forward: str | None
+    after_feed_forward: str | None
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names that there are."""
+        names = self.before_mixer, self.after_mixer, self.before_feed_forward, self.after_feed_forward
+        return [name for name in names if name is not None]
+
+
+BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
+"""Norms of what the two halves read, as in Llama."""
+AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+"""Norms of what the two halves return, as in OLMo 2."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +50,7 @@ class Attention:
         window: sliding window in tokens; None for full attention.
         qkv_bias: whether the query, key and value projections have biases.
         o_bias: whether the output projection has a bias.
-        qk_norm: whether queries and keys are normalised per head.
+        qk_norm: what is normalised of queries and keys: nothing, each head, or the whole projection.
     """
 
     num_heads: int
@@ -38,7 +61,7 @@ class Attention:
     window: int | None = None
     qkv_bias: bool = False
     o_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["head", "whole"] | None = None
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -58,21 +81,24 @@ class Attention:
             "v_proj": (kv_size, hidden, self.qkv_bias),
             "o_proj": (hidden, q_size, self.o_bias),
         }
-        norms: Shapes = {f"self_attn.{name}_norm.weight": (self.head_dim,) for name in "qk"} if self.qk_norm else {}
+        normed = {"head": (self.head_dim, self.head_dim), "whole": (q_size, kv_size)}.get(self.qk_norm or "", ())
+        norms: Shapes = {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", normed, strict=False)}
         return norms | _linear("self_attn.", linear)
 
 
 @dataclass(frozen=True)
 class Mlp:
-    """Gated MLP of a layer: SwiGLU, arXiv:2002.05202.
+    """Gated MLP of a layer: SwiGLU or GEGLU, arXiv:2002.05202.
 
     Attributes:
         size: width.
         bias: whether the projections have biases.
+        activation: function of the gate.
     """
 
     size: int
     bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
 
     def parameters(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's MLP.
@@ -91,10 +117,14 @@ class LayerSpec:
     Attributes:
         mixer: the mixer.
         feed_forward: the feed-forward.
+        norms: norms around both.
+        residual_scale: factor of what both add to the residual stream.
     """
 
     mixer: Attention
     feed_forward: Mlp
+    norms: Norms = BEFORE
+    residual_scale: float = 1.0
 
     def parameters(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's parameters.
@@ -102,7 +132,7 @@ class LayerSpec:
         Args:
             hidden: width of the residual stream.
         """
-        norms: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        norms: Shapes = {f"{name}.weight": (hidden,) for name in self.norms.names}
         return norms | self.mixer.parameters(hidden) | self.feed_forward.parameters(hidden)
 
 
@@ -119,6 +149,10 @@ class DecoderSpec:
         tie_embeddings: whether the language model's head is the embedding.
         max_model_len: number of positions that the checkpoint supports.
         num_labels: number of classes of a sequence classifier; None for a language model.
+        norm_offset: number added to the weights of norms.
+        embedding_scale: factor of the embeddings, rounded to the dtype of the parameters.
+        logit_scale: factor of a language model's logits.
+        fused: whether checkpoints store the projections of one input as one tensor: `qkv_proj`, `gate_up_proj`.
     """
 
     architecture: str
@@ -129,6 +163,10 @@ class DecoderSpec:
     tie_embeddings: bool
     max_model_len: int
     num_labels: int | None
+    norm_offset: float = 0.0
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    fused: bool = False
 
     @property
     def num_layers(self) -> int:

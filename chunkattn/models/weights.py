@@ -16,6 +16,7 @@ from safetensors.flax import save_file
 from chunkattn.backends.cpu.packed import quantize_q8_0
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.fused import SplitTensors
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.packed import Packed, Weight
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 4096
 """Rows of the embedding and of the head that are compared at a time."""
-TensorSource = SafetensorsFolder | GGUFTensors
+TensorSource = SafetensorsFolder | SplitTensors | GGUFTensors
 """Tensors of one checkpoint, by their names in Hugging Face checkpoints."""
 
 
@@ -61,7 +62,8 @@ def load_weights(
     if isinstance(source, GGUFFile):
         return fill(spec, GGUFTensors(source, spec), dtype, shards, packing)
     with ExitStack() as stack:
-        return fill(spec, SafetensorsFolder(source, stack), dtype, shards, packing)
+        folder = SafetensorsFolder(source, stack)
+        return fill(spec, SplitTensors(folder, spec) if spec.fused else folder, dtype, shards, packing)
 
 
 def fill(

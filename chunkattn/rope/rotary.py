@@ -32,7 +32,9 @@ class RotarySpec:
         return cls(tuple(inv_freq.astype(np.float32).tolist()), attention_factor)
 
 
-def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embeddings: int) -> RotarySpec:
+def make_rotary(
+    params: Mapping[str, Any], head_dim: int, max_position_embeddings: int, length: int = 0, *, partial: bool = False
+) -> RotarySpec:
     """Return the rotary embedding that a checkpoint's `rope_parameters` describe.
 
     Args:
@@ -40,16 +42,24 @@ def make_rotary(params: Mapping[str, Any], head_dim: int, max_position_embedding
         head_dim: size of an attention head.
         max_position_embeddings: value from the configuration. Type `dynamic` scales nothing, since no position is beyond
             it: scaling would make the frequencies of cached keys depend on the longest position of a call.
+        length: number of positions in use. Type `longrope` takes its long factors if they are more than the original ones, for
+            every prompt: cached keys have one set of frequencies.
+        partial: whether the family rotates the share `partial_rotary_factor` of each head.
 
     Raises:
         ModelError: the scaling is not supported, or a parameter is missing or invalid.
     """
     rope_type = params.get("rope_type", params.get("type", "default"))
     # The supported families ignore the key where nothing is scaled, as their classes in transformers do.
-    if rope_type != "default" and params.get("partial_rotary_factor", 1.0) != 1.0:
+    if not partial and rope_type != "default" and params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("rope_parameters: partial_rotary_factor other than 1.0 is not supported")
     try:
-        return _make_rotary(rope_type, params, head_dim, max_position_embeddings)
+        rotated = int(head_dim * params.get("partial_rotary_factor", 1.0)) if partial else head_dim
+        if not 2 <= rotated <= head_dim or rotated % 2:
+            raise ValueError(f"partial_rotary_factor must rotate an even number of a head's {head_dim} elements")
+        if rope_type == "longrope":
+            return _longrope(params, rotated, max_position_embeddings, length)
+        return _make_rotary(rope_type, params, rotated, max_position_embeddings)
     except ModelError:
         raise
     except KeyError as missing:
@@ -118,6 +128,19 @@ def _yarn(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -
     return RotarySpec.of(scaled, float(attention_factor))
 
 
+def _longrope(params: Mapping[str, Any], rotated: int, max_positions: int, length: int) -> RotarySpec:
+    """Divide each frequency by a factor of its own, for short or for long prompts (LongRoPE, arXiv:2402.13753)."""
+    original = params["original_max_position_embeddings"]
+    factor, attention_factor = params.get("factor") or max_positions / original, params.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    factors = np.asarray(params["long_factor" if length > original else "short_factor"], np.float32)
+    if factors.shape != (rotated // 2,) or not (np.isfinite(factors).all() and (factors > 0).all()):
+        raise ValueError(f"short_factor and long_factor must have {rotated // 2} positive factors")
+    exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
+    return RotarySpec.of(np.float32(1.0) / (factors * np.float32(params["rope_theta"]) ** exponents), float(attention_factor))
+
+
 def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return cos and sin of all rotation angles, once per step for all layers.
 
@@ -138,16 +161,18 @@ def rotary_tables(spec: RotarySpec, positions: jax.Array) -> tuple[jax.Array, ja
 
 
 def apply_rotary(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `x` in the half-split layout of Hugging Face checkpoints.
+    """Rotate `x`, or the beginning of each head that the tables cover, in the half-split layout of Hugging Face checkpoints.
 
     Args:
         x: `[T, heads, head_dim]` queries or keys.
-        cos: float32 `[T, 1, head_dim / 2]`.
-        sin: float32 `[T, 1, head_dim / 2]`.
+        cos: float32 `[T, 1, rotated / 2]`.
+        sin: float32 `[T, 1, rotated / 2]`.
 
     Returns:
         The rotated array, of the shape and dtype of `x`.
     """
+    if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([apply_rotary(x[..., :rotated], cos, sin), x[..., rotated:]], axis=-1)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     halves = first * cos - second * sin, second * cos + first * sin
     # XLA:CPU fuses a stack; a concatenation copies and takes 10 times as long. On TPUs the stack is slower.
