@@ -32,6 +32,7 @@ class Family:
         mlp_bias: whether the MLP's projections have biases; None if `mlp_bias` decides.
         qk_norm: what is normalised of queries and keys: nothing, each head, or the whole projection.
         windows: layers with a sliding window: none, all if `sliding_window` is set, or those of `layer_types`.
+        classifies: whether transformers has a sequence classifier of the family.
         partial_rotary: whether `partial_rotary_factor` counts, by which a part of each head is rotated.
         deltas: what else is its own: returns the shape with it. It gets the configuration and the shape without it.
     """
@@ -43,6 +44,7 @@ class Family:
     mlp_bias: bool | None
     qk_norm: Literal["head", "whole"] | None
     windows: Literal["none", "all", "layer_types"]
+    classifies: bool = True
     partial_rotary: bool = False
     deltas: Callable[[PretrainedConfig, DecoderSpec], DecoderSpec] = lambda config, spec: spec
 
@@ -94,7 +96,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, None, "layer_types"),
     "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, "head", "layer_types"),
     "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
-    "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", deltas=_granite),
+    "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),
     "olmo2": Family("OLMo 2", ("Olmo2",), None, None, False, "whole", "none", deltas=_olmo2),
     "phi3": Family("Phi-3/4-mini", ("Phi3",), False, False, False, None, "all", partial_rotary=True, deltas=_phi3),
     "smollm3": Family("SmolLM3", ("SmolLM3",), None, None, None, None, "layer_types", deltas=_smollm3),
@@ -197,7 +199,8 @@ def _family(config: PretrainedConfig) -> tuple[Family, str]:
 
 
 def _classes(family: Family) -> list[str]:
-    return [prefix + head for head in (_LANGUAGE_MODEL, _CLASSIFIER) for prefix in family.prefixes]
+    heads = (_LANGUAGE_MODEL, _CLASSIFIER) if family.classifies else (_LANGUAGE_MODEL,)
+    return [prefix + head for head in heads for prefix in family.prefixes]
 
 
 def unsupported(what: str) -> ModelError:

@@ -60,6 +60,19 @@ KEYS = {
         "rope_scaling": {"type": "linear", "factor": 2.0},
     },
     "keys of other families": {"logit_scale": 2.0, "attention_multiplier": 0.5, "final_logit_softcapping": 1.0},
+    "factors of granite": {
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.4,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 1.7,
+    },
+    "a factor of 0": {"residual_multiplier": 0},
+    "layers without rotary": {"no_rope_layers": [0, 1]},
+    "every second layer without rotary": {"no_rope_layers": None, "no_rope_layer_interval": 2},
+    "bidirectional": {"use_bidirectional_attention": True},
+    "gelu": {"hidden_act": "gelu"},
+    "gelu by tanh": {"hidden_act": "gelu_pytorch_tanh"},
+    "partial rotary": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
     "an activation of sentence-transformers": {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
     "repository code": {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},
     "no architecture": {"architectures": None},
@@ -82,7 +95,7 @@ class Draw:
     def __init__(self, folder, family, seed):
         self.folder, self.story = folder, [family, f"seed {seed}"]
         self._rng = rng = np.random.default_rng([seed, *family.encode()])
-        classifies = rng.random() < 0.2
+        classifies = rng.random() < 0.2 and family != "granite"  # transformers has no such class
         auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
         labels = {"num_labels": int(rng.integers(1, 4))} if classifies else {}
         self.tensors, self.keys = tensors_of(family, seed=seed % 3, auto=auto, **labels)

@@ -14,7 +14,7 @@ from chunkattn.errors import ModelError
 from chunkattn.models.loader import load_tokenizer, open_files
 from tests.tokenizer_texts import TEXTS
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo2", "phi3", "smollm3")
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -27,6 +27,7 @@ SHAPE = {
     "initializer_range": 0.3,
     "eos_token_id": None,
     "bos_token_id": None,
+    "pad_token_id": None,
 }
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
@@ -78,7 +79,7 @@ def dense_logits(decoder, ids=IDS):
 
     def attend(layer, q, k, v):
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-        scores = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.layers[layer].mixer.scale
         seen = (distance >= 0) & (distance < (spec.windows[layer] or count))
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 

@@ -1,5 +1,7 @@
 """Frequencies and rotation against transformers."""
 
+from copy import deepcopy
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -67,10 +69,32 @@ def test_dynamic_scales_nothing_up_to_the_original():
     np.testing.assert_array_equal(spec.inv_freq, base.inv_freq)
 
 
+LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(("length", "uses"), [(256, "long_factor"), (64, "short_factor")])
+def test_longrope_has_the_factors_of_the_positions_in_use(length, uses):
+    """transformers changes them within a call; here the factors of its prompts are forced to be those of the engine."""
+    rng = np.random.default_rng(0)
+    factors = {name: (1 + rng.random(12)).tolist() for name in ("short_factor", "long_factor")}
+    params = LONGROPE | {"partial_rotary_factor": 0.75}
+    config = deepcopy(CHECKPOINTS["phi3"])
+    config.original_max_position_embeddings = 64
+    config.head_dim, config.rope_parameters = 32, params | dict.fromkeys(factors, factors[uses])
+    expected, factor = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu")
+    spec = make_rotary(params | factors, 32, 256, length, partial=True)
+    np.testing.assert_allclose(spec.inv_freq, expected.numpy(), rtol=1e-6)
+    assert spec.attention_factor == pytest.approx(factor)
+
+
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"rope_type": "longrope", "rope_theta": 1e4}, "longrope"),
+        ({"rope_type": "longrope", "rope_theta": 1e4}, "lack 'original_max_position_embeddings'"),
+        (
+            {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, "short_factor": [1.0]},
+            "32 positive",
+        ),
         ({"rope_type": "linear", "rope_theta": 1e4}, "factor"),
         ({"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
