@@ -38,6 +38,8 @@ class Prompt:
         row_start: row start of every row.
         prefix_end: see `AttentionBatch`.
         page_len: valid slots of the pages in use.
+        page_position: position of the first slot of the pages in use, if parts at other positions begin on pages.
+        shift: position minus slot of the last part and of what follows.
         question: first slot of the question whose chunks are weighed, or `NO_QUESTION`.
         weighing: temperature and scale.
     """
@@ -47,17 +49,31 @@ class Prompt:
     row_start: list[int] = field(default_factory=list)
     prefix_end: int = 0
     page_len: list[int] = field(default_factory=list)
+    page_position: list[int] = field(default_factory=list)
+    shift: int = 0
     question: int = NO_QUESTION
     weighing: tuple[float, float] = (1.0, 1.0)
 
-    def append(self, tokens: _Tokens, block_size: int, *, aligned: bool, isolated: bool) -> None:
-        """Append a part, on a page of its own if `aligned`, whose rows see themselves and the prefix alone if `isolated`."""
+    def append(self, tokens: _Tokens, block_size: int, *, aligned: bool, isolated: bool, position: int | None = None) -> None:
+        """Append a part.
+
+        Args:
+            tokens: the part.
+            block_size: slots per page.
+            aligned: whether it begins on a page of its own.
+            isolated: whether its rows see themselves and the prefix alone.
+            position: position of its first token; None for the next one.
+        """
         start = self.slots[-1] + 1 if self.slots else 0
         if aligned and start % block_size:
             self.page_len[-1] = start % block_size
             start += -start % block_size
         end = start + len(tokens.q)
         self.page_len += [block_size] * (-(-end // block_size) - len(self.page_len))
+        if position is not None:
+            self.shift = position - start
+        new = range(len(self.page_position), len(self.page_len))
+        self.page_position += [page * block_size + self.shift for page in new]
         self.tokens.append(tokens)
         self.slots += range(start, end)
         self.row_start += [start if isolated else 0] * len(tokens.q)
@@ -76,7 +92,6 @@ class SameBits:
         rng: source of random numbers.
         draw: returns random queries, keys and values of a number of rows.
         scale: factor of the lengths.
-        plain: whether prompts have no parts.
         weighs: whether questions weigh chunks anew.
         options: arguments of `forward`.
     """
@@ -85,12 +100,12 @@ class SameBits:
     rng: np.random.Generator
     draw: Callable[[int], tuple[np.ndarray, np.ndarray, np.ndarray]]
     scale: int
-    plain: bool
     weighs: bool
     options: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self._pages = not self.backend.keeps_bits and self.backend.can_keep_bits
+        self._windowed = self.backend.spec.windowed
+        self._pages = self._windowed or (not self.backend.keeps_bits and self.backend.can_keep_bits)
         self._block = self.backend.spec.block_size
         self._longest = 4 * self._block * self.scale
         self._width = 12 * self._longest // self._block
@@ -109,15 +124,13 @@ class SameBits:
         prefix, items = self._tokens("prefix", 2), [self._tokens(f"item {i}", 1) for i in range(2)]
         whole = self._whole()
         alone: dict[tuple[str, int], np.ndarray] = {}
-        prompts = [whole] if self.plain else [whole, *(self._packed(prefix, [item]) for item in items)]
-        for prompt in prompts:
+        for prompt in [whole, *(self._packed(prefix, [item]) for item in items)]:
             alone |= self._compute([prompt], _STEPS[-1], self._width, cut=False)
         for number, rows in enumerate(_STEPS):
             company = [self._whole(f"other {i}") for i in range(int(self.rng.integers(1, 4)))] + [whole]
-            if not self.plain:
-                others = [self._tokens(f"other item {i}", 1) for i in range(int(self.rng.integers(1, 4)))]
-                parts = [*items, *others]
-                company.append(self._packed(prefix, [parts[i] for i in self.rng.permutation(len(parts))]))
+            others = [self._tokens(f"other item {i}", 1) for i in range(int(self.rng.integers(1, 4)))]
+            parts = [*items, *others]
+            company.append(self._packed(prefix, [parts[i] for i in self.rng.permutation(len(parts))]))
             company = [company[i] for i in self.rng.permutation(len(company))]
             together = self._compute(company, rows, (1 + number) * self._width, cut=True)
             for (part, row), bits in alone.items():
@@ -136,22 +149,26 @@ class SameBits:
         prompt.append(prefix, self._block, aligned=False, isolated=False)
         prompt.prefix_end = len(prefix.q)
         for item in items:
-            prompt.append(item, self._block, aligned=self._pages or bool(self.rng.integers(2)), isolated=True)
+            aligned = self._pages or bool(self.rng.integers(2))
+            prompt.append(item, self._block, aligned=aligned, isolated=True, position=len(prefix.q))
         return prompt
 
     def _whole(self, name: str = "") -> Prompt:
         """Return a prompt with parts that a question and generated tokens see, or one without."""
         prompt = Prompt()
-        if self.plain:
+        if self._windowed and self.rng.integers(3) == 0:
             prompt.append(self._tokens(f"{name} plain", 4), self._block, aligned=False, isolated=False)
             return prompt
-        aligned = bool(self.rng.integers(2))
+        aligned = self._windowed or bool(self.rng.integers(2))
         if self.rng.integers(4):
             prompt.append(self._tokens(f"{name} prefix", 1), self._block, aligned=False, isolated=False)
             prompt.prefix_end = len(prompt.slots)
-        for i in range(int(self.rng.integers(1, 4))):
-            prompt.append(self._tokens(f"{name} chunk {i}", 1), self._block, aligned=aligned, isolated=True)
-        prompt.append(self._tokens(f"{name} question", 1), self._block, aligned=aligned, isolated=False)
+        chunks = [self._tokens(f"{name} chunk {i}", 1) for i in range(int(self.rng.integers(1, 4)))]
+        for chunk in chunks:
+            prompt.append(chunk, self._block, aligned=aligned, isolated=True, position=prompt.prefix_end)
+        after = prompt.prefix_end + max(len(chunk.q) for chunk in chunks)
+        question = self._tokens(f"{name} question", 1)
+        prompt.append(question, self._block, aligned=aligned, isolated=False, position=after)
         if self.weighs:
             prompt.question = prompt.slots[-len(prompt.tokens[-1].q)]
             prompt.weighing = (float(self.rng.uniform(0.3, 2)), float(self.rng.uniform(0.3, 2)))
@@ -198,11 +215,18 @@ class SameBits:
                 taken += [(number, row) for row in range(done[number], done[number] + span)]
                 done[number] += span
             picked = [(number, prompts[number].slots[row], prompts[number].row_start[row]) for number, row in taken]
-            yield batch_of(prompts, tables, picked, size, self._block, weighs=self.weighs), taken
+            yield batch_of(prompts, tables, picked, size, self._block, weighs=self.weighs, windowed=self._windowed), taken
 
 
 def batch_of(
-    prompts: Sequence[Prompt], tables: np.ndarray, rows: Sequence[Row], size: int, block_size: int, *, weighs: bool
+    prompts: Sequence[Prompt],
+    tables: np.ndarray,
+    rows: Sequence[Row],
+    size: int,
+    block_size: int,
+    *,
+    weighs: bool,
+    windowed: bool = False,
 ) -> AttentionBatch:
     """Return a step of some rows.
 
@@ -213,16 +237,29 @@ def batch_of(
         size: rows of the step, unused ones included.
         block_size: slots per page.
         weighs: whether the batch weighs chunks anew.
+        windowed: whether the batch has the positions of pages.
     """
     page_len, prefix_end = np.full(tables.shape, block_size, np.int32), np.zeros(len(tables), np.int32)
+    page_position = np.tile(np.arange(tables.shape[1], dtype=np.int32) * block_size, (len(tables), 1))
     weighing = Weighing(np.full(len(tables), NO_QUESTION, np.int32), *np.ones((2, len(tables)), np.float32))
     for number, prompt in enumerate(prompts):
         page_len[number, : len(prompt.page_len)] = prompt.page_len
+        page_position[number] += prompt.shift
+        page_position[number, : len(prompt.page_position)] = prompt.page_position
         prefix_end[number] = prompt.prefix_end
         weighing.question_start[number] = prompt.question
         weighing.temperature[number], weighing.scale[number] = prompt.weighing
     row_seq, row_slot, row_start = np.zeros((3, size), np.int32)
     row_seq[: len(rows)], row_slot[: len(rows)], row_start[: len(rows)] = np.asarray(rows, np.int32).reshape(-1, 3).T
     return AttentionBatch(
-        len(rows), row_seq, row_slot, row_start, prefix_end, tables, page_len, block_size, weighing if weighs else None
+        num_rows=len(rows),
+        row_seq=row_seq,
+        row_slot=row_slot,
+        row_start=row_start,
+        prefix_end=prefix_end,
+        block_tables=tables,
+        page_len=page_len,
+        block_size=block_size,
+        weighing=weighing if weighs else None,
+        page_position=page_position if windowed else None,
     )

@@ -46,9 +46,12 @@ class PlannedPrompt(Prompt):
             decodes: number of generated tokens.
         """
         plan = plan_slots(layout, block_size, aligned=aligned)
+        first = np.searchsorted(plan.slots, np.arange(len(plan.page_len)) * block_size)
         slots = [*plan.slots.tolist(), *range(plan.end, plan.end + decodes)]
         row_start = plan.row_start.tolist() + [0] * decodes
-        return cls([], slots, row_start, plan.prefix_end, list(plan.page_len), prompt_len=len(plan.slots))
+        shift = layout.next_position - plan.end
+        positions, page_len = layout.positions[first].tolist() if aligned else [], list(plan.page_len)
+        return cls([], slots, row_start, plan.prefix_end, page_len, positions, shift, prompt_len=len(plan.slots))
 
     def take(self, count: int, number: int) -> list[Row]:
         """Return the next `count` rows, of the prompt `number` of a step."""
@@ -76,27 +79,33 @@ def random_layout(rng: np.random.Generator, *, most_chunks: int = 6, longest: in
 
 
 def random_steps(
-    rng: np.random.Generator, *, plain: bool = False, block_size: int = 8, scale: int = 1, weighs: bool = False
+    rng: np.random.Generator,
+    *,
+    block_size: int = 8,
+    scale: int = 1,
+    weighs: bool = False,
+    windowed: bool = False,
 ) -> list[AttentionBatch]:
     """Return consecutive steps over the same sequences: mixed spans, a few decode rows each, padding and unused slots.
 
     Args:
         rng: source of random numbers.
-        plain: whether sequences have no chunks.
         block_size: slots per page.
         scale: factor of the lengths of sequences and steps.
         weighs: whether batches weigh chunks anew in some of the questions.
+        windowed: whether batches have the positions of pages. All parts begin on pages then, and some prompts have one part.
     """
     sequences: list[PlannedPrompt] = []
     width, most_rows = scale * _WIDTH, scale * _ROWS
     pool = rng.permutation(_SEQS * width).tolist()
     for _ in range(rng.integers(1, _SEQS + 1)):
-        if plain:
+        if windowed and rng.random() < 0.3:
             layout = make_layout([], [], rng.integers(0, 1000, rng.integers(1, width * block_size // 2)))
         else:
             layout = random_layout(rng, longest=5 * scale * block_size // 2, scoring=bool(rng.integers(2)))
         decodes = _DECODES if layout.question_len else 0
-        sequence = PlannedPrompt.of(layout, block_size, aligned=bool(rng.integers(2)), decodes=decodes)
+        aligned = bool(rng.integers(2)) or (windowed and not layout.is_plain)
+        sequence = PlannedPrompt.of(layout, block_size, aligned=aligned, decodes=decodes)
         if sequence.slots[-1] < width * block_size:
             sequence.pages = [pool.pop() for _ in range(width)]
             if weighs and layout.question_len and any(layout.chunk_lens) and rng.random() < 0.8:
@@ -113,7 +122,7 @@ def random_steps(
             most = min(prompt if prompt > 0 else min(1, len(seq.slots) - seq.done), most_rows - len(rows))
             span = int(rng.integers(0, most + 1))
             rows += seq.take(span, index)
-        steps.append(batch_of(sequences, tables, rows, most_rows, block_size, weighs=weighs))
+        steps.append(batch_of(sequences, tables, rows, most_rows, block_size, weighs=weighs, windowed=windowed))
     return steps
 
 
@@ -130,7 +139,7 @@ class Comparison:
         judged: backend to judge.
         oracle: backend of the same spec whose results are right.
         rng: source of the random queries, keys and values.
-        window: sliding window in tokens; None for full attention.
+        window: sliding window in positions; None for full attention.
 
     Attributes:
         stretch: float `[head_dim]` factors of keys and values. In FP8 one lane is far beyond the format's range; the inverse
@@ -202,7 +211,7 @@ def check_backend(
         num_kv_heads: number of key and value heads.
         dtype: dtype of queries, keys and values.
         block_size: slots per page.
-        window: sliding window in tokens, over plain prompts; None for full attention.
+        window: sliding window in positions; None for full attention.
         kv_dtype: dtype of the cache; None for `dtype`. With `float8_e4m3fn`, some keys and values exceed its range.
         scale: factor of the lengths of sequences and steps, for backends with large tiles.
         weighs: whether batches weigh chunks anew, with a temperature and a scale for each sequence.
@@ -227,7 +236,8 @@ def check_backend(
     rng, worst = np.random.default_rng(seed), 0.0
     comparison = Comparison(judged_backend, get_backend("reference")(spec), rng.spawn(1)[0], window)
     for case in range(cases):
-        steps = random_steps(rng, plain=window is not None, block_size=block_size, scale=scale, weighs=weighs)
+        windowed = window is not None
+        steps = random_steps(rng, block_size=block_size, scale=scale, weighs=weighs, windowed=windowed)
         for number, difference in enumerate(comparison.differences(steps)):
             where = f"backend {cls.name!r}, seed {seed}, case {case}, step {number}"
             if not np.isfinite(difference):
@@ -251,7 +261,7 @@ def _check_bits(
         return q / stretch, k * stretch, v * stretch
 
     options = {"scale": spec.head_dim**-0.5, "window": window}
-    judge = SameBits(backend, rng, draw, scale=scale, plain=window is not None, weighs=weighs, options=options)
+    judge = SameBits(backend, rng, draw, scale=scale, weighs=weighs, options=options)
     for case in range(cases):
         try:
             judge.check()

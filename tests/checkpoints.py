@@ -72,6 +72,7 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "smollm3": SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
     "qwen3-64": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 2}, head_dim=64, tie_word_embeddings=True),
 }
+WINDOWED = [name for name in CHECKPOINTS if "window" in name]
 CHUNKABLE = [name for name in CHECKPOINTS if "window" not in name and name != "qwen3-64"]
 
 
@@ -101,8 +102,20 @@ class Oracle:
         ids = torch.as_tensor(np.asarray(ids))[None]
         if visible is None:
             return self.model(ids).logits[0].numpy()
-        mask = torch.where(torch.as_tensor(visible), 0.0, torch.finfo(torch.float32).min)[None, None]
+        mask = self.masks(visible, np.asarray(positions))
         return self.model(ids, attention_mask=mask, position_ids=torch.as_tensor(np.asarray(positions))[None]).logits[0].numpy()
+
+    def masks(self, visible, positions):
+        """The mask of every type of layers. Under a window a token sees those that lie less than `window` positions before."""
+        window = getattr(self.model.config, "sliding_window", None)
+        near = np.subtract.outer(positions, positions) < (window or np.inf)
+        full, windowed = (
+            torch.where(torch.as_tensor(seen), 0.0, torch.finfo(torch.float32).min)[None, None]
+            for seen in (visible, visible & near)
+        )
+        if getattr(self.model.config, "layer_types", None) is None:  # such a model takes one mask for all its layers
+            return windowed
+        return {"full_attention": full, "sliding_attention": windowed}
 
     def chunked(self, layout: ChunkLayout, generated=()) -> np.ndarray:
         """Logits of a layout followed by generated tokens, under a mask built from the definition, pair by pair."""

@@ -45,7 +45,7 @@ class AttentionSpec:
         head_dim: size of a head.
         dtype: dtype of queries, keys and values.
         block_size: slots per page.
-        windows: distinct sliding windows of the model's layers, in tokens (None: full attention).
+        windows: distinct sliding windows of the model's layers, in positions (None: full attention).
         kv_dtype: dtype of the cache, `dtype` or `FP8`; None means `dtype`.
 
     Raises:
@@ -63,6 +63,11 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         if self.kv_dtype is not None and self.kv_dtype not in (self.dtype, FP8):
             raise BackendError(f"kv_dtype must be the model's {self.dtype} or {FP8}, got {self.kv_dtype}")
+
+    @property
+    def windowed(self) -> bool:
+        """Return whether a layer has a sliding window."""
+        return any(window is not None for window in self.windows)
 
     @property
     def cache_dtype(self) -> jnp.dtype:
@@ -130,7 +135,8 @@ class AttentionBatch:
         s <= row_slot[i] and (s < prefix_end[seq] or s >= row_start[i]) and s is valid
 
     where slot `s` is valid iff `s % block_size < page_len[seq, s // block_size]`. The contents of an invalid slot are
-    undefined and may be NaN.
+    undefined and may be NaN. In a layer with a sliding window, the row sees of these only the slots whose position is less than
+    `window` below its own.
 
     Attributes:
         num_rows: number of rows in use.
@@ -142,7 +148,9 @@ class AttentionBatch:
         page_len: valid slots of every page.
         block_size: slots per page.
         weighing: weighing of the chunks in questions; None in engines whose chunk temperature and scale are 1. Only a backend
-            with `weighs` receives one.
+            with `weighs` receives one. Layers with a sliding window ignore it.
+        page_position: position of the first slot of every page; the slots of a page have consecutive positions. None in engines
+            of models without sliding windows.
     """
 
     num_rows: int
@@ -154,6 +162,19 @@ class AttentionBatch:
     page_len: Int32[np.ndarray, "S W"]
     block_size: int
     weighing: Weighing | None = None
+    page_position: Int32[np.ndarray, "S W"] | None = None
+
+    def page_positions(self) -> Int32[np.ndarray, "S W"]:
+        """Return `page_position`, or that of sequences whose slots are positions if the batch has none."""
+        if self.page_position is not None:
+            return self.page_position
+        first = np.arange(self.block_tables.shape[1], dtype=np.int32) * self.block_size
+        return np.broadcast_to(first, self.block_tables.shape)
+
+    def row_positions(self) -> Int32[np.ndarray, " T"]:
+        """Return the position of every row; of padding rows, any."""
+        page, within = np.divmod(self.row_slot, self.block_size)
+        return self.page_positions()[self.row_seq, page] + within
 
     def row_weighing(self) -> RowWeighing | None:
         """Return the weighing of every row, or None if the batch has none."""
@@ -209,7 +230,7 @@ class AttentionBackend(ABC):
     smallest_step: ClassVar[int] = 8
     step_rows: ClassVar[int] = 256
     max_pages: ClassVar[int] = 1 << 31
-    max_table_pages: ClassVar[int] = 1 << 31
+    max_table_pages: int = 1 << 31
     max_rows: int = 1 << 31
     batch_invariant: bool = False
 
@@ -286,7 +307,7 @@ class AttentionBackend(ABC):
             cache: one layer's cache.
             metadata: metadata of this step.
             scale: factor of the scores; not negative.
-            window: rows see only the last `window` slots up to their own. For plain prompts only, where slots equal positions.
+            window: rows see only slots whose position is less than `window` below their own; one of `AttentionSpec.windows`.
 
         Returns:
             The attention output in q's dtype (padding rows are undefined but finite), and the cache.
@@ -321,6 +342,21 @@ def storage_dtype(dtype: jnp.dtype) -> jnp.dtype:
     XLA:CPU cannot scatter or gather such floats: it would convert the whole pool to float32 and back at every step.
     """
     return jnp.dtype(f"uint{8 * dtype.itemsize}") if dtype.itemsize < 4 else dtype
+
+
+def positions_of(
+    page_position: Int32[Array, "S W"], seq: Int32[Array, " B"], slots: Int32[Array, "B ..."], block_size: int
+) -> Int32[Array, "B ..."]:
+    """Return the positions of slots.
+
+    Args:
+        page_position: see `AttentionBatch`.
+        seq: sequences.
+        slots: slots of each sequence; for slots beyond its table, any position is returned.
+        block_size: slots per page.
+    """
+    page = jnp.clip(slots // block_size, 0, page_position.shape[1] - 1)
+    return page_position[seq.reshape(-1, *[1] * (slots.ndim - 1)), page] + slots % block_size
 
 
 def to_cache(x: Float[Array, "*axes"], dtype: jnp.dtype) -> Float[Array, "*axes"]:

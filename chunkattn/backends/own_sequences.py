@@ -15,7 +15,7 @@ def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
     Every run of rows with one own part becomes a sequence. Its page table holds the prefix's pages, empty pages up to a
     multiple of `tile_slots`, and the pages from the start of the own part, `max(row_start, prefix_end)`. If own parts begin on
     pages, a backend that visits KV tiles of `tile_slots` from slot 0 thus counts its portions from the start of the prefix and
-    from the start of the own part. A window needs slots that equal positions, so it is for sequences without a prefix alone.
+    from the start of the own part.
 
     Args:
         batch: the step, of `T` rows and page tables of `W` entries.
@@ -55,6 +55,10 @@ def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
     page_len[cut, lead[cut] - 1] = np.minimum(page_len[cut, lead[cut] - 1], prefix_end[cut] % block)
     tables[1, : len(seq)] = page_len
 
+    positions = np.zeros((rows, width + per_tile), np.int32)
+    if batch.page_position is not None:
+        positions[: len(seq)] = np.where(inside, batch.page_position[seq[:, None], source], 0)
+
     run = np.repeat(np.arange(len(seq)), runs.size)
     padding = rows - len(run)
     return AttentionBatch(
@@ -67,6 +71,7 @@ def own_sequences(batch: AttentionBatch, tile_slots: int) -> AttentionBatch:
         page_len=tables[1],
         block_size=block,
         weighing=None if batch.weighing is None else _weighing(batch.weighing, seq, shift, rows),
+        page_position=None if batch.page_position is None else positions,
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int64
+from jaxtyping import Array, Bool, Float, Float32, Int32, Int64
 
 from chunkattn.backends.base import KV, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, Queries, StepArray
 from chunkattn.backends.registry import register_backend
@@ -27,9 +27,11 @@ class MaskMetadata(NamedTuple):
 
     Attributes:
         mask: whether row `i` sees row `j`; `M` is the smaller of `T` and the row limit.
+        position: position of every row; None for models without sliding windows.
     """
 
     mask: Bool[StepArray, "M M"]
+    position: Int32[StepArray, " M"] | None
 
 
 @register_backend("packed_dense")
@@ -45,9 +47,7 @@ class PackedDenseBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
-        """Accept full attention, with K/V in the model's dtype; see `AttentionBackend.supports`."""
-        if set(spec.windows) != {None}:
-            return f"packed_dense has no sliding windows, got {spec.windows}"
+        """Accept K/V in the model's dtype; see `AttentionBackend.supports`."""
         if spec.cache_dtype != spec.dtype:
             return f"packed_dense reads no cache, so K/V must stay {spec.dtype}, got kv_dtype {spec.cache_dtype}"
         return None
@@ -78,13 +78,17 @@ class PackedDenseBackend(AttentionBackend):
                 f"of which {here[row]} are rows of this step, and no cache is read. Compute the whole prompt as one span of "
                 "one step with nothing of it cached, or use another attention_backend"
             )
-        return MaskMetadata(mask)
+        return MaskMetadata(mask, batch.row_positions()[:size] if self.spec.windowed else None)
 
     def forward(
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: MaskMetadata, *, scale: float, window: int | None = None
     ) -> tuple[Queries, KVCache]:
         """Attend under the mask; see `AttentionBackend.forward`. The cache is returned unchanged."""
         size, (rows, heads, head_dim), kv_heads = len(metadata.mask), q.shape, k.shape[1]
+        mask = metadata.mask
+        if window is not None:
+            assert metadata.position is not None
+            mask = mask & (metadata.position > metadata.position[:, None] - window)
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
 
         def one_head(
@@ -93,7 +97,7 @@ class PackedDenseBackend(AttentionBackend):
             """Attend with one KV head and its query heads."""
             q, k, v = head
             scores = jnp.einsum("rqd,kd->rqk", q, k, precision=precision, preferred_element_type=jnp.float32)
-            weights = jax.nn.softmax(jnp.where(metadata.mask, scores * scale, _MASKED), axis=-1).astype(v.dtype)
+            weights = jax.nn.softmax(jnp.where(mask, scores * scale, _MASKED), axis=-1).astype(v.dtype)
             return jnp.einsum("rqk,kd->rqd", weights, v, precision=precision, preferred_element_type=jnp.float32)
 
         folded = q[:size].reshape(size, kv_heads, heads // kv_heads, head_dim).transpose(1, 2, 0, 3)

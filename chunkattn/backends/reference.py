@@ -22,6 +22,7 @@ from chunkattn.backends.base import (
     Queries,
     RowWeighing,
     StepArray,
+    positions_of,
     read_slots,
     write_pages,
 )
@@ -52,6 +53,7 @@ class RowMetadata(NamedTuple):
     prefix_end: Int32[StepArray, " S"]
     block_tables: Int32[StepArray, "S W"]
     page_len: Int32[StepArray, "S W"]
+    page_position: Int32[StepArray, "S W"] | None
 
 
 @register_backend("reference")
@@ -63,7 +65,8 @@ class ReferenceBackend(PortableBackend):
         row_seq = batch.row_seq.copy()
         row_seq[batch.num_rows :] = -1
         rows = _Rows(row_seq, batch.row_slot, batch.row_start, batch.row_weighing())
-        return RowMetadata(rows, batch.flat_slots(), batch.prefix_end, batch.block_tables, batch.page_len)
+        page_position = batch.page_positions() if self.spec.windowed else None
+        return RowMetadata(rows, batch.flat_slots(), batch.prefix_end, batch.block_tables, batch.page_len, page_position)
 
     def forward(
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: RowMetadata, *, scale: float, window: int | None = None
@@ -71,7 +74,8 @@ class ReferenceBackend(PortableBackend):
         """Attend row by row; see `AttentionBackend.forward`."""
         cache = write_pages(cache, k, v, metadata.flat_slots)
         rows, heads, head_dim = q.shape
-        kv_heads, num_slots = k.shape[1], metadata.block_tables.shape[1] * cache[0].shape[1]
+        kv_heads, block_size = k.shape[1], cache[0].shape[1]
+        num_slots = metadata.block_tables.shape[1] * block_size
         portions = jnp.arange((-(-num_slots // PORTION) + 1) * PORTION).reshape(-1, PORTION)
 
         def one_block(block: tuple[jax.Array, _Rows]) -> Float[Array, "R H D"]:
@@ -91,7 +95,11 @@ class ReferenceBackend(PortableBackend):
                 mask = valid & (slots <= of.slot[:, None]) & (~of_prefix | (slots < prefix_end[:, None]))
                 mask &= (of.seq >= 0)[:, None]
                 if window is not None:
-                    mask &= slots > of.slot[:, None] - window
+                    assert metadata.page_position is not None
+                    own, others = (
+                        positions_of(metadata.page_position, of.seq, x, block_size) for x in (of.slot[:, None], slots)
+                    )
+                    mask &= others > own - window
                 keys, values = (jnp.where(mask[..., None, None], x, 0).astype(jnp.float32) for x in (keys, values))
                 return slots, mask, keys, values
 
@@ -101,7 +109,7 @@ class ReferenceBackend(PortableBackend):
                 return slots, mask, scores.reshape(ROWS, heads, PORTION).swapaxes(0, 1)
 
             slots, mask, scores = (_join(x) for x in jax.lax.map(scored, portions))
-            if of.weighing is not None:
+            if of.weighing is not None and window is None:
                 scores = _weigh(scores, mask, slots, of.weighing)
             scores = jnp.where(mask, scores, -1e30)
             weights = jnp.where(mask, jnp.exp(scores - _highest(scores)), 0)

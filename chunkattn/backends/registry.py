@@ -91,8 +91,6 @@ def get_backend(name: str) -> type[AttentionBackend]:
 
 def refusal(cls: type[AttentionBackend], spec: AttentionSpec, weighs: bool) -> str | None:
     """Return the reason why a backend cannot serve a model, or None if it can."""
-    if weighs and spec.windows != (None,):
-        return "chunk_temperature and chunk_scale have no meaning under a sliding window; leave both at 1"
     if weighs and not cls.weighs:
         others = "pallas_gpu, pallas_tpu, reference and xla do"
         return f"{cls.name} computes no chunk_temperature or chunk_scale other than 1; {others}"

@@ -116,7 +116,7 @@ def tile_ranges(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRan
         tiles: query tiles.
         tile_slots: slots of a KV tile.
     """
-    start = over_rows(np.minimum, batch, tiles)
+    start = over_rows(np.minimum, batch.row_start, tiles)
     last = batch.row_slot[tiles.row + tiles.size - 1]
     prefix_end = batch.prefix_end[batch.row_seq[tiles.row]]
     second_start = start // tile_slots
@@ -137,7 +137,7 @@ def full_tiles(batch: AttentionBatch, tiles: Tiles, tile_slots: int) -> TileRang
         tiles: query tiles.
         tile_slots: slots of a KV tile.
     """
-    start = over_rows(np.maximum, batch, tiles)
+    start = over_rows(np.maximum, batch.row_start, tiles)
     seen = batch.row_slot[tiles.row] + 1  # the first row sees least of its own part
     prefix_end = batch.prefix_end[batch.row_seq[tiles.row]]
     first_end = np.where(start <= prefix_end, seen, np.minimum(prefix_end, seen)) // tile_slots
@@ -150,10 +150,10 @@ def _ranges(*columns: np.ndarray) -> TileRanges:
     return TileRanges(*(column.astype(np.int32) for column in columns))
 
 
-def over_rows(reduce: np.ufunc, batch: AttentionBatch, tiles: Tiles) -> Int32[np.ndarray, " Q"]:
-    """Reduce `row_start` over the rows of each query tile."""
+def over_rows(reduce: np.ufunc, values: Int32[np.ndarray, " T"], tiles: Tiles) -> Int32[np.ndarray, " Q"]:
+    """Reduce values over the rows of each query tile."""
     if not len(tiles.row):
         return np.zeros(0, np.int32)
     # Rows between tiles of different runs must not count, so reduceat runs over pairs [row, row + size).
     edges = np.stack([tiles.row, tiles.row + tiles.size], axis=1).ravel()
-    return reduce.reduceat(np.append(batch.row_start, 0), edges)[::2]
+    return reduce.reduceat(np.append(values, 0), edges)[::2]

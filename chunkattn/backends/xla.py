@@ -33,6 +33,7 @@ from chunkattn.backends.base import (
     RowWeighing,
     StepArray,
     on_cpu,
+    positions_of,
     read_slots,
     write_pages,
 )
@@ -94,6 +95,7 @@ class TileMetadata(NamedTuple):
         block_tables: see `AttentionBatch`.
         page_len: see `AttentionBatch`.
         weighing: weighing of every row; None leaves all rows as they are.
+        page_position: see `AttentionBatch`; None for models without sliding windows.
     """
 
     many: Tasks | None
@@ -104,6 +106,7 @@ class TileMetadata(NamedTuple):
     block_tables: Int32[StepArray, "S W"]
     page_len: Int32[StepArray, "S W"]
     weighing: RowWeighing | None
+    page_position: Int32[StepArray, "S W"] | None
 
 
 class _Kind(NamedTuple):
@@ -151,6 +154,7 @@ class XlaBackend(PortableBackend):
             block_tables=batch.block_tables,
             page_len=batch.page_len,
             weighing=weighing,
+            page_position=batch.page_positions() if self.spec.windowed else None,
         )
 
     def forward(
@@ -163,6 +167,8 @@ class XlaBackend(PortableBackend):
         # A tile reads and writes all its rows, those after the last row of the step included.
         padding = few_rows if metadata.many is None else max(few_rows, MANY_ROWS)
         padded = metadata._replace(row_slot=jnp.pad(metadata.row_slot, (0, padding)))
+        if window is not None:  # chunks are weighed anew in full attention alone
+            padded = padded._replace(weighing=None)
         folded = softmax.fold(jnp.pad(q, ((0, padding), (0, 0), (0, 0))), kv_heads)
         state = softmax.start(folded)
         if metadata.many is not None:
@@ -236,10 +242,12 @@ def _attend(
 ) -> Softmax:
     """Add tasks to the state of all rows, one tile of `rows` rows a run at a time."""
     groups, length = q.shape[1] // len(metadata.row_slot), portion()
+    block_size, page_position = cache[0].shape[1], metadata.page_position
 
     def one_tile(index: jax.Array, state: Softmax) -> Softmax:
         row, size, begin, end = (x[index] for x in tasks[:4])
-        tables, page_len = (x[metadata.row_seq[row]] for x in (metadata.block_tables, metadata.page_len))
+        seq, count = metadata.row_seq[row], -(-(end - begin).max() // length)
+        tables, page_len = (x[seq] for x in (metadata.block_tables, metadata.page_len))
         used = jnp.arange(rows) < size[:, None]
         row_slots = jnp.where(used, _take(metadata.row_slot[None], row, rows)[0], -1)[..., None]
         folded = _take(q, row * groups, rows * groups)
@@ -256,14 +264,28 @@ def _attend(
             present = valid & (slots < end[:, None])
             mask = present[:, None] & (slots[:, None] <= row_slots)
             if window is not None:
-                mask &= slots[:, None] > row_slots - window
+                assert page_position is not None
+                mask &= positions_of(page_position, seq, slots, block_size)[:, None] > before
             return softmax.update(state, folded, keys, values, mask, present, factor)
 
-        first = jnp.int32(0)
-        if window is not None:
-            unseen = jnp.maximum(metadata.row_slot[row] - window + 1 - begin, 0)
-            first = jnp.where(size > 0, unseen, np.iinfo(np.int32).max).min() // length
-        new = jax.lax.fori_loop(first, -(-(end - begin).max() // length), one_portion, old)
+        if window is None:
+            new = jax.lax.fori_loop(0, count, one_portion, old)
+        else:  # only portions with a slot that a row sees
+            assert page_position is not None
+            before = positions_of(page_position, seq, row_slots, block_size) - window
+            lowest = jnp.where(used[..., None], before, np.iinfo(np.int32).max).min((1, 2))
+            page_start = jnp.arange(tables.shape[1]) * block_size
+            seen_from = page_start + jnp.maximum(lowest[:, None] + 1 - page_position[seq], 0)
+            seen_to = jnp.minimum(page_start + page_len, end[:, None])
+
+            def next_seen(number: jax.Array) -> jax.Array:
+                slot = jnp.maximum(seen_from, (begin + number * length)[:, None])
+                return jnp.where(slot < seen_to, (slot - begin[:, None]) // length, count).min()
+
+            def one_seen(carry: tuple[jax.Array, Softmax]) -> tuple[jax.Array, Softmax]:
+                return next_seen(carry[0] + 1), one_portion(*carry)
+
+            _, new = jax.lax.while_loop(lambda carry: carry[0] < count, one_seen, (next_seen(jnp.int32(0)), old))
         if metadata.weighing is not None and tasks.of_chunks is not None:
             of_chunks = tasks.of_chunks[index][:, None]
             one = softmax.as_one_slot(new, chunk_scale[:, None])

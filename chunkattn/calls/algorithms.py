@@ -306,20 +306,14 @@ def _behind(query: int, lens: Sequence[int], before: int = 0) -> float:
     return query_tiles * tiles * TILE_ROWS * TILE_SLOTS
 
 
-def refusals(
-    call: ScoreInputs, *, sliding_window: int | None, caching: bool, backends: Mapping[str, tuple[str | None, int]]
-) -> dict[str, str]:
+def refusals(call: ScoreInputs, *, caching: bool, backends: Mapping[str, tuple[str | None, int]]) -> dict[str, str]:
     """Return the reason for each algorithm that cannot serve a call.
 
     Args:
         call: query and items.
-        sliding_window: the model's sliding window in tokens, or None.
         caching: whether the engine caches prefixes.
         backends: see `EngineLimits`.
     """
-    if sliding_window is not None:
-        text = f"the checkpoint's sliding window of {sliding_window} tokens has no meaning across packed items"
-        return {name: text for name in ALGORITHMS if name != "serial"}
     refused = {name: reason for name, (reason, _) in backends.items() if reason}
     first, last = "query", f"longest {call.names.chunk}"
     if call.item_first:

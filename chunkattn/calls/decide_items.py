@@ -103,8 +103,7 @@ class QuestionItems:
                 self._labels.append(tuple(answer) or question.label_ids)
                 self.num_tokens += len(self._items[-1])
                 frontend.limits.check_tokens(self.num_tokens, f"the questions up to {part}", "questions")
-        caches, window = frontend.config.enable_prefix_caching, frontend.limits.sliding_window
-        self.algorithm = "serial" if window is not None else "prefill_extend" if caches else "packed_segment"
+        self.algorithm = "prefill_extend" if frontend.config.enable_prefix_caching else "packed_segment"
 
     def state_ids(self, state: str) -> list[int]:
         """Return the token ids of a state: with everything before it, or what comes behind the documents.
@@ -130,7 +129,7 @@ class QuestionItems:
         """
         if self.algorithm == "packed_segment":
             return self._call(ids, None).tokens()[self.algorithm]
-        return self.num_tokens + len(ids) * (len(self._items) if self.algorithm == "serial" else 1)
+        return self.num_tokens + len(ids)
 
     @property
     def most_together(self) -> int:

@@ -171,7 +171,7 @@ def _keeping(frontend: Frontend, query_len: int) -> str:
         query_len: tokens behind a document.
     """
     config = frontend.config
-    keeps = config.enable_prefix_caching and frontend.limits.sliding_window is None and query_len <= config.max_chunk_len
+    keeps = config.enable_prefix_caching and query_len <= config.max_chunk_len
     return "prefill_extend" if keeps else "serial"
 
 

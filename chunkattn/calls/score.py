@@ -137,8 +137,7 @@ class ScoreCall(ScoreInputs):
                 raise CapacityError(text, param=self.names.chunks)
             self._chosen = "prefill_extend", {}
             return
-        caching, window = config.enable_prefix_caching, limits.sliding_window
-        refused = refusals(self, sliding_window=window, caching=caching, backends=limits.backends) | costly
+        refused = refusals(self, caching=config.enable_prefix_caching, backends=limits.backends) | costly
         names = AUTO if name == "auto" else (name,)
         if all(name in refused for name in names) and (over := [name for name in names if name in costly]):
             text = f"algorithm {over[-1]!r} cannot serve this request: {costly[over[-1]]}; "

@@ -64,14 +64,13 @@ class EngineCore:
             max_model_len=max_model_len,
             max_logprobs=runner.max_logprobs,
             vocab_size=runner.spec.vocab_size,
-            sliding_window=runner.spec.sliding_window,
             rates=self.meter.rates,
             steps=StepSizes.of(runner.backend, config.max_num_batched_tokens, one_size=runner.invariance.one_size),
             longest_table=runner.backend.max_table_pages,
             num_labels=runner.spec.num_labels,
             backends={name: (backend.supports(backend.spec), backend.max_rows) for name, backend in named.items()},
             batch_invariant=runner.invariance.holds,
-            items_on_pages=runner.invariance.own_pages and runner.spec.sliding_window is None,
+            items_on_pages=runner.invariance.own_pages or runner.backend.spec.windowed,
             config=config,
         )
         self.scheduler = Scheduler(self.limits)

@@ -31,7 +31,6 @@ class EngineLimits:
         max_model_len: limit on the highest position id + 1.
         max_logprobs: limit on the log-probabilities per token.
         vocab_size: number of token ids.
-        sliding_window: sliding window of the checkpoint in tokens, or None.
         rates: cost model of the engine's steps, as known at the start.
         steps: sizes of the engine's steps.
         longest_table: page table entries that the attention backend supports.
@@ -39,8 +38,8 @@ class EngineLimits:
         backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None, and
             with its maximum number of rows of a step.
         batch_invariant: whether the bits of a result depend on its request alone.
-        items_on_pages: whether every scored item begins on a page of its own; not under a sliding window, whose slots equal
-            positions.
+        items_on_pages: whether every scored item begins on a page of its own, as the parts of every prompt do under a sliding
+            window.
         config: options of the engine, which hold the other limits.
     """
 
@@ -50,7 +49,6 @@ class EngineLimits:
     max_model_len: int
     max_logprobs: int
     vocab_size: int
-    sliding_window: int | None
     rates: StepRates
     steps: StepSizes
     longest_table: int = 1 << 31
@@ -138,7 +136,7 @@ class EngineLimits:
             chunks: whether the items are chunks, which begin on pages of their own.
 
         Raises:
-            RequestError: a token id is outside the vocabulary, or the checkpoint cannot serve chunks.
+            RequestError: a token id is outside the vocabulary.
             CapacityError: the prefix, or an item behind it, can never fit.
         """
         whole = "prefix" if chunks else names.prefix
@@ -157,8 +155,6 @@ class EngineLimits:
             if limit != "max_chunk_len":
                 text = f" has {len(items[number])} tokens, {limit} leaves room for {max(room, 0)} behind the {whole}"
             raise CapacityError(text, param=names.chunks, part=names.of(number))
-        if chunks and items:
-            self._check_window(names)
 
     def room_behind(self, prefix: int, *, gap: int = 0, chunks: bool = False) -> tuple[str, int]:
         """Return the tightest limit on one item behind a prefix, and the tokens that it allows; below 0 without room.
@@ -275,7 +271,7 @@ class EngineLimits:
             names: the caller's names of the parts.
 
         Raises:
-            RequestError: a token id is outside the vocabulary, or the checkpoint cannot serve chunks.
+            RequestError: a token id is outside the vocabulary.
             CapacityError: a part is too long.
         """
         ids, longest = layout.token_ids, max(layout.chunk_lens, default=0)
@@ -283,8 +279,6 @@ class EngineLimits:
         if not known or longest > self.config.max_chunk_len or layout.max_position >= self.max_model_len:
             for segment in layout.segments:
                 self._check_segment(layout, segment, names.part(layout, segment), names.param(segment))
-        if layout.num_chunks:
-            self._check_window(names)
 
     def _check_segment(self, layout: ChunkLayout, segment: Segment, part: str, param: str) -> None:
         self.check_ids(layout.part(segment), param, part)
@@ -299,14 +293,6 @@ class EngineLimits:
                 f"max_model_len {self.max_model_len} allows {self.max_model_len - 1}",
                 param=param,
                 part=part,
-            )
-
-    def _check_window(self, names: Names) -> None:
-        if self.sliding_window is not None:
-            raise RequestError(
-                f"this checkpoint attends within a sliding window of {self.sliding_window} tokens, which has no meaning "
-                "across chunks that share positions; only plain prompts can be served",
-                param=names.chunks,
             )
 
     def _check_generate(self, message: GenerateRequest, names: Names) -> None:

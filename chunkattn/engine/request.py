@@ -72,9 +72,8 @@ class Request:
         if layout.chunks_share_positions and layout.num_chunks > 1 and not message.is_pack:
             self.chunk_order = layout.canonical_order()
             self.user_index, layout = layout.reorder_index(self.chunk_order), layout.with_chunk_order(self.chunk_order)
-        # Under a window every item is a plain prompt, and stays one.
-        apart = not message.shares and limits.sliding_window is None
-        self.layout, self.plan = layout, plan_slots(layout, limits.block_size, **limits.slot_options(message), apart=apart)
+        options = limits.slot_options(message)
+        self.layout, self.plan = layout, plan_slots(layout, limits.block_size, **options, apart=not message.shares)
         self.max_tokens, self.pages_per_sample, self.total_pages = limits.pages(message, self.plan.end)
         self.shares = config.enable_prefix_caching and message.shares and not message.distinct
         self.distinct = message.distinct
@@ -129,6 +128,12 @@ class Request:
     def next_position(self) -> int:
         """Return the position id of the first generated token."""
         return self.layout.next_position
+
+    @cached_property
+    def page_positions(self) -> np.ndarray:
+        """Return the position id of the first slot of every page of an aligned prompt, int32; a page begins with a token."""
+        first = np.arange(len(self.plan.page_len)) * self.plan.block_size
+        return self.layout.positions[np.searchsorted(self.plan.slots, first)]
 
     @property
     def num_samples(self) -> int:

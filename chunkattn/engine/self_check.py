@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -72,15 +73,15 @@ def checked(backend: AttentionBackend, *, weighs: bool, batch_invariant: bool) -
 def compare(backend: AttentionBackend, *, weighs: bool, batch_invariant: bool) -> Verdict:
     """Compare a backend with `xla` over small steps of every kind; see `checked` for the arguments."""
     spec, results = backend.spec, dict[str, float | str]()
-    plain = spec.windows != (None,)
-    kinds = ["prefill", "decode"] if plain else ["prefill with chunks", "decode", "packed scores"]
+    kinds = ["prefill with chunks", "decode", "packed scores"]
     for window in spec.windows:
-        judged = type(backend)(spec)
-        judged.batch_invariant = batch_invariant
         shown = None if window is None else min(window, _WINDOW)
-        pair = Comparison(judged, make_backend("xla", spec, weighs=weighs), np.random.default_rng(0), shown)
-        for kind in [*kinds, "weighed question"] if weighs else kinds:
-            steps = _steps(kind, spec.block_size, plain=plain, weighs=weighs)
+        one = replace(spec, windows=(shown,))
+        judged = type(backend)(one)
+        judged.batch_invariant = batch_invariant
+        pair = Comparison(judged, make_backend("xla", one, weighs=weighs), np.random.default_rng(0), shown)
+        for kind in [*kinds, "weighed question"] if weighs and window is None else kinds:
+            steps = _steps(kind, spec.block_size, weighs=weighs, windowed=spec.windowed)
             name = kind if window is None else f"{kind} within a window of {shown} tokens"
             try:
                 differences = list(pair.differences(steps))
@@ -91,21 +92,21 @@ def compare(backend: AttentionBackend, *, weighs: bool, batch_invariant: bool) -
     return Verdict(TOLERANCE[spec.dtype.name], results)
 
 
-def _steps(kind: str, block_size: int, *, plain: bool, weighs: bool) -> list[AttentionBatch]:
+def _steps(kind: str, block_size: int, *, weighs: bool, windowed: bool) -> list[AttentionBatch]:
     """Return consecutive steps of one kind. All kinds have the same two step sizes and one size of page tables.
 
     Args:
         kind: kind of the steps. Decodes follow the steps of their prompts.
         block_size: slots per page.
-        plain: whether prompts have no chunks.
         weighs: whether the batches have a weighing, which leaves all but weighed questions as they are.
+        windowed: whether the batches have the positions of pages.
     """
     prompts: list[PlannedPrompt] = []
     decodes = _DECODES if kind in ("decode", "weighed question") else 0
     for number, (prefix, chunks, question) in enumerate(_PROMPTS):
         parts = [np.zeros(n, np.int32) for n in (prefix, *chunks, 0 if kind == "packed scores" else question)]
-        layout = make_layout([], [], np.concatenate(parts)) if plain else make_layout(parts[0], parts[1:-1], parts[-1])
-        prompt = PlannedPrompt.of(layout, block_size, aligned=not plain and number % 2 == 0, decodes=decodes)
+        layout = make_layout(parts[0], parts[1:-1], parts[-1])
+        prompt = PlannedPrompt.of(layout, block_size, aligned=windowed or number % 2 == 0, decodes=decodes)
         if kind == "weighed question":
             prompt.question, prompt.weighing = prompt.slots[layout.question_start], (0.6, 1.4)
         prompts.append(prompt)
@@ -114,7 +115,7 @@ def _steps(kind: str, block_size: int, *, plain: bool, weighs: bool) -> list[Att
 
     def step(size: int, counts: list[int]) -> AttentionBatch:
         rows: list[Row] = [row for n, (p, count) in enumerate(zip(prompts, counts, strict=True)) for row in p.take(count, n)]
-        return batch_of(prompts, tables, rows, size, block_size, weighs=weighs)
+        return batch_of(prompts, tables, rows, size, block_size, weighs=weighs, windowed=windowed)
 
     halves = [p.prompt_len // 2 for p in prompts]
     steps = [step(_ROWS, halves), step(_ROWS, [p.prompt_len - half for p, half in zip(prompts, halves, strict=True)])]

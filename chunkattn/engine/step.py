@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -135,7 +135,7 @@ class StepBuilder:
         self.backends = backends
         self.max_spans = max_spans
         self.block_size = block_size
-        self.weighs = weighs
+        self.weighs, self.windowed = weighs, backends[None].spec.windowed
         self.token_buckets = token_buckets
         narrowest = max_table_pages if backends[None].any_table_width else backends[None].narrowest_table
         self.width_buckets = buckets(min(narrowest, max_table_pages), max_table_pages, 8)
@@ -163,6 +163,8 @@ class StepBuilder:
         attention = AttentionBatch(
             used, row_seq, row_slot, row_start, prefix_end, block_tables, page_len, self.block_size, weighing
         )
+        if self.windowed:
+            attention = replace(attention, page_position=attention.page_positions().copy())
         return token_ids, positions, attention
 
     def build(self, spans: list[Span]) -> Step:
@@ -201,6 +203,10 @@ class StepBuilder:
                 attention.weighing.temperature[index], attention.weighing.scale[index] = request.weighing
             if plan.aligned:
                 attention.page_len[index, : len(plan.page_len)] = plan.page_len
+                if attention.page_position is not None:
+                    prompt = len(plan.page_len)
+                    attention.page_position[index, :prompt] = request.page_positions
+                    attention.page_position[index, prompt:] += request.next_position - plan.end
             if request.sampling and end == sample.num_tokens:
                 forks = request.num_samples if request.forks else 1
                 samples += [(last - 1, sample, sample.number + f) for f in range(forks)]

@@ -13,7 +13,8 @@ from chunkattn.documents.records import DocumentRecords, Scope
 from chunkattn.documents.registry import Registry
 from chunkattn.documents.routes import documents_router
 from chunkattn.gateway.document_ids import Find, bytes_of_ids, salt_of, with_texts
-from chunkattn.gateway.replica_keeper import Owners, ReplicaKeeper
+from chunkattn.gateway.document_requests import Owners
+from chunkattn.gateway.replica_keeper import ReplicaKeeper
 from chunkattn.gateway.replicas import Replicas
 from chunkattn.web import errors
 from chunkattn.web.bodies import JsonRoute

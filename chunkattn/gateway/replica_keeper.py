@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from hashlib import blake2b
-from typing import Any, NamedTuple, Protocol
-from urllib.parse import urlencode
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 from fastapi import Request
 
@@ -19,41 +15,26 @@ from chunkattn.documents.background import Background
 from chunkattn.documents.keeper import Kept
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Scope
 from chunkattn.documents.routes import DOCUMENTS, FORGET
-from chunkattn.fair_shares import FairShares
 from chunkattn.fair_threads import FairThreads
+from chunkattn.gateway.document_requests import DocumentRequests, Owners, beginning, remote_id, salt_of
 from chunkattn.gateway.headers import outgoing_headers
 from chunkattn.gateway.owner_headers import OwnerHeaders
 from chunkattn.gateway.replica_answer import ReplicaAnswer, answer_of, refusal_of
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import is_passing, retried
 from chunkattn.schema.base import Body
-from chunkattn.schema.piece_keys import keys_of
 from chunkattn.web.errors import ApiError
 from chunkattn.web.keys import Keys
 from chunkattn.web.options import ServerConfig
 
 logger = logging.getLogger(__name__)
 
-_CONCURRENT = 8
-"""Requests about the documents of one owner that are under way at one replica at once; of all owners twice as many."""
 _ENTRY_S = 5.0
 """Seconds that a replica has to tell whether it holds a document."""
 _RETRY_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 _MOST_UNTOLD = 10_000
 """Documents about which a replica that cannot be reached is told later; the oldest go first."""
-_SHOWN_CHARS = 1024
-"""Characters of a prefix that an entry shows while no replica can be asked."""
 _TRY_ELSEWHERE = (429, 502, 503, 504)
-
-
-class Owners(Protocol):
-    """Part of the routing policy that documents need."""
-
-    def owner(self, key: int) -> str:
-        """Return the rendezvous owner of a key."""
-
-    def forget(self, keys: Iterable[int]) -> None:
-        """Drop keys from the record of every replica."""
 
 
 class Place(NamedTuple):
@@ -102,11 +83,10 @@ class ReplicaKeeper:
         self.takes: Callable[[str], bool] = lambda name: True
         self._places: dict[str, Place] = {}  # by remote id
         self._untold: dict[str, dict[DocumentRecord, None]] = {}  # documents about which a replica is told later
-        self._routing_keys: WeakKeyDictionary[DocumentRecord, int] = WeakKeyDictionary()
-        self._turns: dict[str, FairShares] = {}  # by replica
         self._background = Background()
         self._changed = asyncio.Event()
         self.headers = OwnerHeaders(keys, records, self._changed.set)
+        self._requests = DocumentRequests(replicas, policy, self.headers, config.request_timeout_s)
 
     @property
     def is_ready(self) -> bool:
@@ -125,62 +105,10 @@ class ReplicaKeeper:
         authorization = request.headers.get("authorization", "")
         return Scope(self.headers.note(authorization, is_new=request.method == "POST"), cache_salt)
 
-    # Routing
-
-    def _body(self, records: Sequence[DocumentRecord], **fields: Any) -> dict[str, Any]:
-        """Return the body that names prefix and documents of records with one prefix and scope, with their remote ids."""
-        prefix = records[0].prefix
-        start = {"messages": prefix.source} if prefix.is_chat else {"prefix": prefix.source}
-        options = {"chat_template_kwargs": dict(prefix.template_options)} if prefix.template_options else {}
-        documents = [{"id": remote_id(r), "text": r.document} if isinstance(r.document, str) else r.source for r in records]
-        return {**start, "documents": documents, **options, **_salt(records[0]), **fields}
-
-    def _route(self, record: DocumentRecord) -> int:
-        """Return the routing key of a document."""
-        if (key := self._routing_keys.get(record)) is None:
-            header = self.headers.get(record) or b""
-            pieces = keys_of(DOCUMENTS, self._body([record]), header.decode("latin-1")).pieces
-            key = self._routing_keys[record] = pieces[-1][0] if pieces else 0
-        return key
-
-    def owner(self, record: DocumentRecord) -> str | None:
-        """Return the rendezvous owner of a document; None without replicas."""
-        try:
-            return self._policy.owner(self._route(record)) if self._replicas.names() else None
-        except (LookupError, ValueError):  # the policy knows no replica yet
-            return None
-
     def _place(self, record: DocumentRecord) -> str | None:
         """Return the replica that stores a document, or should."""
         place = self._places.get(remote_id(record))
-        return place.name if place is not None and place.name in self._replicas.names() else self.owner(record)
-
-    # Requests
-
-    def _request(self, record: DocumentRecord, method: str, path: str, body: Any = None) -> Outgoing | None:
-        """Return a request on behalf of a document's owner, or None if the owner's header is not known.
-
-        Args:
-            record: the document.
-            method: HTTP method.
-            path: path of the request.
-            body: body of the request; without one, the salt is in the query.
-        """
-        if (header := self.headers.get(record)) is None:
-            return None
-        headers = [(b"authorization", header)] if header else []
-        if body is None:
-            return Outgoing(method, path, urlencode(_salt(record)).encode(), headers)
-        return Outgoing(method, path, b"", [(b"content-type", b"application/json"), *headers], json.dumps(body).encode())
-
-    async def _ask(self, name: str, record: DocumentRecord, request: Outgoing, timeout_s: float | None = None) -> ReplicaAnswer:
-        """Return the answer of a replica to a request about a document.
-
-        Raises:
-            ReplicaGoneError: the replica is gone, or has not answered in time.
-        """
-        async with self._turns.setdefault(name, FairShares(_CONCURRENT, 2 * _CONCURRENT)).turn():
-            return await answer_of(self._replicas, name, request, timeout_s or self._timeout_s)
+        return place.name if place is not None and place.name in self._replicas.names() else self._requests.owner(record)
 
     async def _post(self, records: Sequence[DocumentRecord], *, pin: bool, **fields: Any) -> ReplicaAnswer:
         """Post documents of one scope, prefix and owner to their owner, or to another replica if it cannot take them.
@@ -197,16 +125,16 @@ class ReplicaKeeper:
             fields["pin"] = True
         if (expires := records[0].expires) is not None:
             fields["ttl_s"] = max(0.001, expires - time.time())
-        body = self._body(records, **fields)
-        request = await self.threads.run(self._request, records[0], "POST", DOCUMENTS, body)
+        body = self._requests.body(records, **fields)
+        request = await self.threads.run(self._requests.make, records[0], "POST", DOCUMENTS, body)
         if request is None:
             raise ReplicaGoneError("the owner of the documents has sent no request since the gateway started")
-        first = self.owner(records[0])
+        first = self._requests.owner(records[0])
         names = sorted(self._replicas.names(), key=lambda name: (not self.takes(name), name != first))[:3]
         answer: ReplicaAnswer | None = None
         for name in names:
             try:
-                answer = await self._ask(name, records[0], request)
+                answer = await self._requests.ask(name, records[0], request)
             except ReplicaGoneError as error:
                 logger.warning("documents cannot be stored at replica %s: %s", name, error)
                 continue
@@ -266,13 +194,13 @@ class ReplicaKeeper:
     async def _store(self, records: Sequence[DocumentRecord], fields: Mapping[str, Any]) -> list[Kept]:
         pin = records[0].pinned
         with self.headers.storing(records[0].scope.owner):
-            await self.threads.run(lambda: [self._route(record) for record in records])
+            await self.threads.run(lambda: [self._requests.route(record) for record in records])
             groups: dict[str | None, list[int]] = {}
             for number, record in enumerate(records):
-                groups.setdefault(self.owner(record), []).append(number)
+                groups.setdefault(self._requests.owner(record), []).append(number)
             calls = [self._patient_post([records[n] for n in numbers], pin=pin, **fields) for numbers in groups.values()]
             answers = await asyncio.gather(*calls, return_exceptions=True)
-            kept, error = [Kept(prefix=_beginning(record)) for record in records], None
+            kept, error = [Kept(prefix=beginning(record)) for record in records], None
             for numbers, answer in zip(groups.values(), answers, strict=True):
                 if isinstance(answer, BaseException):
                     error = answer
@@ -298,14 +226,14 @@ class ReplicaKeeper:
         """Return the state of documents, as far as replicas can be asked."""
 
         async def ask(record: DocumentRecord) -> Kept:
-            name, request = self._place(record), self._request(record, "GET", f"{DOCUMENTS}/{remote_id(record)}")
+            name, request = self._place(record), self._requests.make(record, "GET", f"{DOCUMENTS}/{remote_id(record)}")
             if name is not None and request is not None:
                 with suppress(ReplicaGoneError):
-                    answer = await self._ask(name, record, request, _ENTRY_S)
+                    answer = await self._requests.ask(name, record, request, _ENTRY_S)
                     if answer.status == 200 and isinstance(entry := answer.body, Mapping):
-                        prefix = entry.get("prefix", _beginning(record))
+                        prefix = entry.get("prefix", beginning(record))
                         return Kept(bool(entry.get("cached")), bool(entry.get("pinned")), prefix)
-            return Kept(prefix=_beginning(record))
+            return Kept(prefix=beginning(record))
 
         return list(await asyncio.gather(*map(ask, records)))
 
@@ -330,9 +258,11 @@ class ReplicaKeeper:
             if self._is_placed(record):
                 del self._places[remote_id(record)]
             current = self._records.get(record.scope, record.id)
-            if (current is None or self._route(current) != self._route(record)) and not self._is_orphan(record):
+            if (current is None or self._requests.route(current) != self._requests.route(record)) and not self._is_orphan(
+                record
+            ):
                 gone.append(record)
-        self._policy.forget([self._route(record) for record in gone])
+        self._policy.forget([self._requests.route(record) for record in gone])
         await asyncio.gather(*(self._tell(name, record) for record in gone for name in self._replicas.names()))
         for record in records:
             self._settle(record)
@@ -371,7 +301,7 @@ class ReplicaKeeper:
         with suppress(TimeoutError):  # then the replicas that have not answered are named
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.gather(*map(tell, await retried(known, bool, self._patience_s)))
-        self._policy.forget([self._route(record) for record in records])
+        self._policy.forget([self._requests.route(record) for record in records])
         self.headers.drop(records[0].scope.owner)
         names = self._replicas.names()
         if missed := [n for n, answer in answers.items() if (n in names if answer is None else answer.status >= 500)]:
@@ -404,16 +334,16 @@ class ReplicaKeeper:
         is_here = place is not None and place.name == name
         if current is record and (place is None or is_here):
             left = "never" if record.expires is None else max(0.001, record.expires - time.time())
-            change = {**_salt(record), "ttl_s": left} | ({} if record.pinned else {"pinned": False})
-            requests.append(self._request(record, "PATCH", path, change))
+            change = {**salt_of(record), "ttl_s": left} | ({} if record.pinned else {"pinned": False})
+            requests.append(self._requests.make(record, "PATCH", path, change))
         else:
             if not is_here:
-                requests.append(self._request(record, "DELETE", path))
+                requests.append(self._requests.make(record, "DELETE", path))
             if current is not record:
-                requests.append(self._request(record, "POST", FORGET, self._body([record])))
+                requests.append(self._requests.make(record, "POST", FORGET, self._requests.body([record])))
         for request in requests:
             try:
-                if request is None or not (answer := await self._ask(name, record, request)).is_final:
+                if request is None or not (answer := await self._requests.ask(name, record, request)).is_final:
                     return False
             except ReplicaGoneError:
                 return False
@@ -445,7 +375,7 @@ class ReplicaKeeper:
         records = []
         for record in self._records:
             if record.pinned and record.is_live and self.headers.get(record) is not None:
-                owner, place = self.owner(record), self._places.get(remote_id(record))
+                owner, place = self._requests.owner(record), self._places.get(remote_id(record))
                 if owner is None or place == (owner, record):
                     continue
                 is_elsewhere = place is not None and place.record is record and self.takes(place.name)
@@ -478,12 +408,12 @@ class ReplicaKeeper:
                 await self.forget([record])
             elif not record.pinned:
                 await self.change(record)
-            return self._places.get(remote_id(record)) == (self.owner(record), record)
+            return self._places.get(remote_id(record)) == (self._requests.owner(record), record)
         if not answer.is_final:
             return False
         if not answer.is_unknown_route:
             logger.warning("document %r cannot be pinned again: %s", record.id, answer.body)
-        self._places[remote_id(record)] = Place(self.owner(record) or "", record)
+        self._places[remote_id(record)] = Place(self._requests.owner(record) or "", record)
         return True
 
     async def _catch_up(self, name: str) -> bool:
@@ -498,24 +428,3 @@ class ReplicaKeeper:
                 self._settle(record)
                 self.headers.drop(record.scope.owner)
         return True
-
-
-def remote_id(record: DocumentRecord) -> str:
-    """Return the id of a document at replicas, unique over all clients of the gateway.
-
-    Token ids have no field for an id: replicas give them the same automatic id as the gateway.
-    """
-    if not isinstance(record.document, str):
-        return record.id
-    place = json.dumps([*record.scope, record.id]).encode()
-    return f"gw-{blake2b(place, digest_size=16).hexdigest()}"
-
-
-def _salt(record: DocumentRecord) -> dict[str, str]:
-    return {} if record.scope.cache_salt is None else {"cache_salt": record.scope.cache_salt}
-
-
-def _beginning(record: DocumentRecord) -> str | None:
-    """Return the beginning of a prefix of text."""
-    content = record.prefix.content
-    return content[:_SHOWN_CHARS] if isinstance(content, str) else None

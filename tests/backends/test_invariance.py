@@ -217,7 +217,6 @@ def test_steps_of_one_size(checkpoint, monkeypatch, dtype, error):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mistral-window", "qwen3"])
 def test_own_sequences_change_no_score(checkpoint, monkeypatch, name):
-    """Under a window, slots equal positions."""
     monkeypatch.setitem(registry._REGISTERED, "own", OwnSequences)
     monkeypatch.setattr(OwnSequences, "name", "own")
     options = {"skip_tokenizer_init": True, "max_num_batched_tokens": 64, "kv_cache_memory_bytes": 4 << 20}

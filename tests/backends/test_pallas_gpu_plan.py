@@ -12,7 +12,7 @@ import pytest
 from chunkattn.backends import AttentionBatch, AttentionSpec, make_backend, registry
 from chunkattn.backends.base import FP8
 from chunkattn.backends.pallas_gpu import plan, splits, walk
-from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend, _within
+from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.combine import CHUNK, REST
 from chunkattn.config import EngineConfig
 from chunkattn.engine.build import attention_spec
@@ -109,32 +109,45 @@ def test_metadata_sizes_follow_from_the_batch_alone(weighs, multiprocessors, mon
     assert all(size == sizes[0] for size in sizes)
 
 
-def seen_by(work, window, shape):
+def seen_by(batch, work, window, shape, shifts):
     """Return the slots that each item's rows see by the kernel's rule, with the page lengths left out."""
     number = len(work.items) if work.splits is None else work.splits.num_items[0]
     items, rows = work.items[:number], work.rows
-    if window is not None:
-        moved = _within(jnp.asarray(items), None if rows is None else jnp.asarray(rows), window, shape)
-        items, rows = jax.tree.map(np.asarray, moved)
-    slots = np.arange(items[:, walk.SECOND_END].max(initial=0) * shape.slots)
+    slots = np.arange(batch.block_tables.shape[1] * batch.block_size)
     tile = slots // shape.slots
     for item in items:
         visited = (tile < item[walk.FIRST_END]) | ((tile >= item[walk.SECOND_START]) & (tile < item[walk.SECOND_END]))
+        whole = (tile < item[walk.FULL_END]) | ((tile >= item[walk.FULL_START]) & (tile < item[walk.FULL_STOP]))
+        if window is not None:
+            listed = work.visits[item[walk.QUERY], item[walk.SECOND_START] : item[walk.SECOND_END]]
+            visited = np.isin(tile, listed >> 1)
+            whole &= ~np.isin(tile, listed[listed & 1 == 1] >> 1)
         high, low = np.repeat(item[[walk.HIGH, walk.LOW], None, None], shape.rows, axis=1)
-        last, start = (high, low) if rows is None else rows[item[walk.QUERY]].reshape(2, -1, 1)
+        last, start = (high, low) if rows is None else rows[item[walk.QUERY]][:2].reshape(2, -1, 1)
         if shape.states:
             last, start = np.minimum(last, high), np.maximum(start, low)
         mask = (slots <= last) & ((slots < item[walk.PREFIX_END]) | (slots >= start))
-        whole = (tile < item[walk.FULL_END]) | ((tile >= item[walk.FULL_START]) & (tile < item[walk.FULL_STOP]))
+        if window is not None:
+            own = (
+                np.repeat(item[walk.POSITION], shape.rows)[:, None]
+                if rows is None
+                else rows[item[walk.QUERY]][2].reshape(-1, 1)
+            )
+            mask &= slots + shifts[item[walk.SEQ], slots // batch.block_size] > own - window
         yield item, slots, visited, mask, whole
 
 
 def expected(batch, row, window):
     """Return the slots that a row sees, with the page lengths left out."""
-    slots = np.arange(batch.block_tables.shape[1] * batch.block_size)
-    slot, end = batch.row_slot[row], batch.prefix_end[batch.row_seq[row]]
+    slots, seq = np.arange(batch.block_tables.shape[1] * batch.block_size), batch.row_seq[row]
+    slot, end = batch.row_slot[row], batch.prefix_end[seq]
     seen = (slots <= slot) & ((slots < end) | (slots >= batch.row_start[row]))
-    return set(slots[seen & (slots > slot - (window or 1 << 30))].tolist())
+    if window is not None:
+        positions = batch.page_position[seq, slots // 16] + slots % 16
+        seen &= positions > positions[slot] - window
+        # A KV tile may lie in a hole behind the last token in the window.
+        seen &= slots % 16 < batch.page_len[seq, slots // 16]
+    return set(slots[seen].tolist())
 
 
 @pytest.mark.parametrize("head_dim", [pytest.param(64, marks=pytest.mark.slow), 128])
@@ -147,19 +160,21 @@ def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weigh
     monkeypatch.setattr(splits, "SPLIT_SLOTS", 128)
     monkeypatch.setattr(plan, "MOST_SPLITS", 3)
     monkeypatch.setattr(Compiled, "multiprocessors", multiprocessors)
-    backend, rng = Compiled(replace(SPEC, head_dim=head_dim, block_size=16)), np.random.default_rng(1)
+    backend, rng = Compiled(replace(SPEC, head_dim=head_dim, block_size=16, windows=(window,))), np.random.default_rng(1)
     shapes = {"tiles": backend.tile_shape, "blocks": backend.block_shape, "decodes": backend.decode_shape}
     most = 0
     for _ in range(12):
-        for batch in random_steps(rng, block_size=16, scale=4, plain=window is not None, weighs=weighs):
+        for batch in random_steps(rng, block_size=16, scale=4, weighs=weighs, windowed=window is not None):
             metadata, found = backend.build_metadata(batch), [set() for _ in range(batch.num_rows)]
+            works = metadata if window is None else metadata.windows[0]
+            valid = np.arange(16) < batch.page_len[..., None]
             kinds = [{} for _ in range(batch.num_rows)]
             for name, shape in shapes.items():
-                work = getattr(metadata, name)
+                work = getattr(works, name)
                 if work is None:
                     continue
                 place = {int(p): row for row, p in enumerate(work.place[: batch.num_rows]) if p >= 0}
-                for item, slots, visited, mask, whole in seen_by(work, window, shape):
+                for item, slots, visited, mask, whole in seen_by(batch, work, window, shape, metadata.shifts):
                     block, per_block = item[walk.QUERY], work.tokens.shape[1]
                     most = max(most, item[walk.OUT] % work.splits.kinds.shape[1] if name == "blocks" else 0)
                     tokens = [place.get(int(block * per_block + token)) for token in range(per_block)]
@@ -168,7 +183,8 @@ def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weigh
                             continue
                         seen = mask[token * backend.groups]
                         assert not (whole & visited & ~seen).any()
-                        own = set(slots[visited & seen].tolist())
+                        present = valid[batch.row_seq[row]].ravel() if window is not None else True
+                        own = set(slots[visited & seen & present].tolist())
                         assert not own & found[row]
                         found[row] |= own
                         kind = REST if work.splits is None else int(work.splits.kinds.ravel()[item[walk.OUT]])

@@ -450,7 +450,7 @@ def test_labels_that_are_not_one_token_each(token, monkeypatch, llm):
     ],
     ids=["window", "no cache"],
 )
-def test_engines_that_share_no_state(config, options, tmp_path):
+def test_windows_and_engines_without_a_cache(config, options, tmp_path):
     make_checkpoint(config, tmp_path)
     add_tokenizer(tmp_path, chat_template=CHATML)
     llm, oracle = LLM(str(tmp_path), kv_cache_memory_bytes=8 << 20, **options), Oracle(tmp_path)

@@ -289,7 +289,7 @@ def test_arguments_of_the_wrong_shape(call, message, demo):
 
 
 def test_a_prefix_without_chunks_under_a_sliding_window(engine, oracle):
-    """No chunks, no holes: the window counts tokens."""
+    """No chunks, no holes: positions are token indices."""
     rng = np.random.default_rng(14)
     prefix, question = rng.integers(0, VOCAB, 5).tolist(), rng.integers(0, VOCAB, 20).tolist()
     out = engine("mistral-window").generate(ChunkedPrompt(prefix, [], question), SamplingParams(temperature=0, max_tokens=9))
@@ -368,12 +368,6 @@ def test_an_interrupt_within_a_step_loses_nothing(engine, monkeypatch):
 def test_max_tokens_none_fills_the_positions(engine):
     out = engine("llama").generate({"prompt_token_ids": [1] * 230}, SamplingParams(temperature=0, max_tokens=None))[0]
     assert len(out.outputs[0].token_ids) == 256 - 230
-
-
-def test_sliding_window_checkpoints_refuse_chunks(engine):
-    llm = engine("mistral-window")
-    with pytest.raises(RequestError, match="sliding window of 11 tokens"):
-        llm.generate(ChunkedPrompt([1], [[2]], [3]))
 
 
 def test_a_failing_step_fails_its_requests_only(engine, monkeypatch):

@@ -188,12 +188,6 @@ def test_where_no_item_can_be_kept_auto_computes_all(engine, oracle):
         result = score(engine("qwen3", **options), query, items)
         assert result.algorithm == "serial"
         check(result, expected)
-    window = engine("mistral-window")
-    result = score(window, query[:20], items)
-    assert result.algorithm == "serial"
-    check(result, one_forward_per_item(oracle("mistral-window"), query[:20], items, LABELS, item_first=True))
-    with pytest.raises(RequestError, match="sliding window"):
-        score(window, query[:20], items, algorithm="prefill_extend")
 
 
 def test_a_small_pool_serves_more_items_than_it_holds(engine, oracle):

@@ -52,7 +52,7 @@ def frontend(files):
         made = Frontend(config, files)
         vocab = files.spec.vocab_size
         rates, sizes, dense = StepRates(1e-3, 1e-5, 1e-9), StepSizes((2048,), 256), {"packed_dense": (None, 8192)}
-        made.connect(EngineLimits(4096, 16, 1, 16384, 20, vocab, None, rates, sizes, backends=dense, config=config))
+        made.connect(EngineLimits(4096, 16, 1, 16384, 20, vocab, rates, sizes, backends=dense, config=config))
         return made
 
     return make

@@ -314,14 +314,27 @@ KINDS = {
     "packed int8": {"quantization": "int8", "activations": "int8"},
     "deep float32": {},
     "deep bfloat16": {"dtype": "bfloat16"},
+    "windows float32": {"chunk_temperature": 0.7, "chunk_scale": 1.3},
+    "windows bfloat16": {"dtype": "bfloat16"},
+    "windows tiled": {"attention_backend": "tiled", "batch_invariant": True, "max_num_batched_tokens": 192},
 }
-"""Options of engines by name. The first runs in the quick tests; deep ones have products as deep as those of real models."""
+"""Options of engines by name. The first runs in the quick tests; deep ones have products as deep as those of real models, and
+those of windows have a layer with a sliding window."""
 
 
 @pytest.fixture(scope="session")
 def deep(tmp_path_factory):
     made = tmp_path_factory.mktemp("deep")
     make_checkpoint(Qwen3Config(**{**SHAPE, "intermediate_size": 2176, "max_position_embeddings": 2048}), made)
+    add_tokenizer(made, chat_template=CHATML)
+    return made
+
+
+@pytest.fixture(scope="session")
+def windows(tmp_path_factory):
+    made = tmp_path_factory.mktemp("windows")
+    window = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
+    make_checkpoint(Qwen3Config(**{**SHAPE, "max_position_embeddings": 2048}, **window), made)
     add_tokenizer(made, chat_template=CHATML)
     return made
 
@@ -338,7 +351,8 @@ def llm(request, chat_folder, tmp_path_factory):
     # Not `patch.dict`: an engine registers built-in backends, too.
     with patch.object(Tiled, "name", "tiled"):
         registry._REGISTERED["tiled"] = Tiled
-        made = LLM(str(request.getfixturevalue("deep") if kind.startswith("deep") else chat_folder), **options)
+        folder = kind.split()[0]
+        made = LLM(str(request.getfixturevalue(folder) if folder in ("deep", "windows") else chat_folder), **options)
         yield made
         del registry._REGISTERED["tiled"]
     made.core.scheduler.check()

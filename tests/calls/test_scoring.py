@@ -157,16 +157,6 @@ def test_isolation(algorithm, engine):
     np.testing.assert_allclose(np.exp(run([items[i] for i in order])), np.exp(base[order]), atol=1e-6)
 
 
-def test_sliding_window_checkpoints_are_scored_serially(engine, oracle):
-    query, items, labels = random_job(np.random.default_rng(13))
-    llm = engine("mistral-window")
-    result = llm.score(query, items, label_token_ids=labels)
-    assert result.algorithm == "serial"
-    check(result, one_forward_per_item(oracle("mistral-window"), query, items, labels))
-    with pytest.raises(RequestError, match="sliding window"):
-        llm.score(query, items, label_token_ids=labels, algorithm="packed_segment")
-
-
 def test_text_is_tokenized_part_by_part(demo):
     labels = [demo.tokenizer.convert_tokens_to_ids(t) for t in ("▁yes", "▁no")]
     query, items = "Find a person who likes figs.", ["Böb 東 likes figs.", "", "Meru likes tea."]
@@ -288,7 +278,7 @@ SLOW = StepRates(step=1e-3, row=1e-3, area=1e-9)
 
 
 def chosen(job, rates=SLOW, *, cached=False, budget=2048, **options):
-    refused = refusals(job, **{"sliding_window": None, "caching": True, "backends": {}, **options})
+    refused = refusals(job, **{"caching": True, "backends": {}, **options})
     costs = predict(job, rates, StepSizes(buckets(8, budget, 2), 256))
     return select_algorithm("auto", refused, *costs, query_cached=cached, item_first=job.item_first)[0]
 
@@ -307,7 +297,6 @@ def test_auto_takes_what_is_cheapest():
         "prefill_extend",
     ]
     assert chosen(long, caching=False) == "packed_segment"
-    assert chosen(long, sliding_window=64) == "serial"
     turned = ScoreInputs([1] * 2000, [[2]], item_first=True)  # whatever it costs: else no item is kept
     assert [chosen(turned, rates, cached=c) for rates in (SLOW, huge_step) for c in (False, True)] == [
         "serial",

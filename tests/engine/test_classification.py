@@ -37,7 +37,6 @@ class Classifier:
         config = type(CHECKPOINTS[name]).from_dict(CHECKPOINTS[name].to_dict() | {"num_labels": num_labels} | changes)
         self.folder = make_checkpoint(config, folder, auto=AutoModelForSequenceClassification)
         self.llm = LLM(str(self.folder), **OPTIONS)
-        self.windowed = self.llm.limits.sliding_window is not None
         self.model = AutoModelForSequenceClassification.from_pretrained(
             self.folder, dtype=torch.float32, attn_implementation="eager"
         ).eval()
@@ -87,7 +86,7 @@ def test_scores_are_one_forward_per_item(name, num_labels, classifier, rng):
     query, items = random_job(rng)
     expected = torch.as_tensor(one.logits(query, items))
     scores = torch.sigmoid(expected) if num_labels == 1 else torch.softmax(expected, -1)
-    for algorithm in ["auto", "serial"] if one.windowed else ["auto", *ALGORITHMS]:
+    for algorithm in ["auto", *ALGORITHMS]:
         result = one.llm.score(query, items, algorithm=algorithm)
         assert result.algorithm == algorithm or algorithm == "auto"
         assert result.logprobs is None

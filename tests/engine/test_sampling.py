@@ -53,7 +53,7 @@ def test_truncation(logits, top_k, top_p, min_p):
 
 
 def rows_for(params, prompt, output):
-    limits = EngineLimits(1000, 16, 1, 4000, 20, V, None, StepRates(0, 0, 0), StepSizes((8,), 256))
+    limits = EngineLimits(1000, 16, 1, 4000, 20, V, StepRates(0, 0, 0), StepSizes((8,), 256))
     request = Request(GenerateRequest("r", make_layout([], [], prompt), params, (2,)), limits, arrival=0)
     return [(0, Sample(request, 0, output_ids=output), 0)]
 

@@ -20,7 +20,7 @@ class Steps:
     def __init__(self, num_pages=1000, step_rows=256, **options):
         self.config = EngineConfig(**{"max_num_batched_tokens": 256, "max_num_seqs": 64, **options})
         sizes = StepSizes(buckets(8, self.config.max_num_batched_tokens, 2), step_rows)
-        self.limits = EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, None, StepRates(0, 0, 0), sizes, config=self.config)
+        self.limits = EngineLimits(num_pages, 16, 1, 1 << 20, 20, 1000, StepRates(0, 0, 0), sizes, config=self.config)
         self.scheduler = Scheduler(self.limits)
         self.requests, self.finished = {}, {}
         self.beside_decodes = None

@@ -196,11 +196,11 @@ def test_a_verdict_that_cannot_be_written_holds_for_this_start(start, monkeypatc
             {"kv_cache_dtype": "fp8", "dtype": "bfloat16", "block_size": 64, "chunk_scale": 1.3},
             [*ALL, "weighed question"],
         ),
-        ("mistral-window", {}, ["prefill within a window of 11 tokens", "decode within a window of 11 tokens"]),
+        ("mistral-window", {}, [f"{kind} within a window of 11 tokens" for kind in ALL]),
         (
             "qwen2-window",
-            {},
-            ["prefill", "decode", "prefill within a window of 9 tokens", "decode within a window of 9 tokens"],
+            {"chunk_scale": 1.3},
+            [*ALL, "weighed question", *(f"{kind} within a window of 9 tokens" for kind in ALL)],
         ),
     ],
 )
@@ -210,7 +210,7 @@ def test_kinds_follow_the_engine(start, name, options, kinds):
     stored = json.loads(file.read_text())
     assert set(stored["found"]) == set(kinds)
     settings = stored["key"]["settings"]
-    assert settings["kv_dtype"] == ("float8_e4m3fn" if options else "float32")
+    assert settings["kv_dtype"] == ("float8_e4m3fn" if "kv_cache_dtype" in options else "float32")
     assert settings["block_size"] == options.get("block_size", 16)
 
 

@@ -64,6 +64,7 @@ class Subject:
         dtype: dtype of weights, activations and K/V.
         tolerance: tolerance of log-probabilities.
         quantization: rounding of the weights at the load.
+        window: sliding window of the last layer; None for full attention in all.
     """
 
     backend: str = "auto"
@@ -72,6 +73,7 @@ class Subject:
     dtype: str = "float32"
     tolerance: float = 1e-4
     quantization: str | None = None
+    window: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -98,8 +100,11 @@ SUBJECTS = {
     "xla float16": Subject("xla", dtype="float16", tolerance=0.02),
     "reference": Subject("reference"),
     "pallas_gpu": Subject("pallas_gpu", 16, 64, "float16", 0.02),
+    "auto window": Subject(window=11),
+    "auto window bfloat16": Subject(dtype="bfloat16", tolerance=0.2, window=11),
+    "xla window": Subject("xla", window=11),
 }
-"""By the name of the backend, with the dtype where it is not the first."""
+"""By the name of the backend, with the dtype where it is not the first and `window` for models with one."""
 
 
 def make_model(folder: Path, subject: Subject) -> Path:
@@ -119,6 +124,9 @@ def make_model(folder: Path, subject: Subject) -> Path:
         max_position_embeddings=64 * subject.block,
         tie_word_embeddings=True,
         architectures=["Qwen3ForCausalLM"],
+        use_sliding_window=subject.window is not None,
+        sliding_window=subject.window,
+        max_window_layers=_LAYERS - 1,
     )
     spec, rng = spec_from_config(config), np.random.default_rng(0)
     drawn = {

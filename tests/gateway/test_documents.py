@@ -13,8 +13,8 @@ import pytest
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Prefix, Scope
 from chunkattn.gateway import replica_keeper
 from chunkattn.gateway.document_ids import with_texts
+from chunkattn.gateway.document_requests import remote_id
 from chunkattn.gateway.documents import GatewayDocuments
-from chunkattn.gateway.replica_keeper import remote_id
 from chunkattn.gateway.replicas import Outgoing, ReplicaGoneError
 from chunkattn.server.app import create_app
 from chunkattn.web.errors import ApiError
@@ -130,7 +130,7 @@ class Cluster:
 
     def home(self, text):
         """Owner of a document after the prefix."""
-        return self.keeper.owner(next(r for r in self.records if r.source == text))
+        return self.keeper._requests.owner(next(r for r in self.records if r.source == text))
 
 
 async def until(condition):

@@ -155,8 +155,8 @@ def draw_step(rng: np.random.Generator, setting: Setting) -> AttentionBatch:
 
     Some pages are listed twice, as those of a repeated chunk.
     """
-    plain, scale = setting.window is not None, 64 // setting.block_size or 1
-    steps = random_steps(rng, plain=plain, block_size=setting.block_size, scale=scale, weighs=setting.weighs)
+    options = {"weighs": setting.weighs, "windowed": setting.window is not None}
+    steps = random_steps(rng, block_size=setting.block_size, scale=64 // setting.block_size or 1, **options)
     mixed = [step for step in steps if _has_decode(step) and step.num_rows > 16]
     return _share_pages(rng, mixed[int(rng.integers(len(mixed)))] if mixed else max(steps, key=lambda step: step.num_rows))
 
@@ -189,7 +189,8 @@ def seen_slots(batch: AttentionBatch, window: int | None) -> np.ndarray:
         mask = (slots <= slot) & ((slots < batch.prefix_end[seq]) | (slots >= batch.row_start[row]))
         mask &= within < batch.page_len[seq][page]
         if window is not None:
-            mask &= slots > slot - window
+            positions = batch.page_position[seq][page] + within
+            mask &= positions > positions[slot] - window
         seen[batch.block_tables[seq][page[mask]], within[mask]] = True
     return seen
 

@@ -20,12 +20,12 @@ def _tokens(rng: np.random.Generator, *counts: int) -> list[list[int]]:
     return [rng.integers(2, 120, count).tolist() for count in counts]
 
 
-def prompts(*, chunked: bool) -> list:
+def prompts() -> list:
     """One plain prompt, and prompts with chunks of unequal lengths."""
     rng = np.random.default_rng(0)
     prefix, one, two, three, question, plain = _tokens(rng, 20, 37, 18, 5, 9, 60)
     pieces = [ChunkedPrompt(prefix, [one, two], question), ChunkedPrompt(prefix, [three, one], question)]
-    return [{"prompt_token_ids": plain}, *(pieces if chunked else [])]
+    return [{"prompt_token_ids": plain}, *pieces]
 
 
 class Answers:
@@ -33,7 +33,7 @@ class Answers:
 
     Args:
         llm: the engine.
-        algorithms: algorithms of scoring to ask for; a model with sliding windows is asked for none.
+        algorithms: algorithms of scoring to ask for.
         sampling: parameters under which every prompt is answered.
 
     Attributes:
@@ -45,16 +45,14 @@ class Answers:
     def __init__(
         self, llm: LLM, algorithms: tuple[str, ...] = ("prefill_extend",), sampling: tuple[SamplingParams, ...] = (GREEDY,)
     ) -> None:
-        chunked = llm.limits.sliding_window is None
-        outputs = [o for p in sampling for o in llm.generate(prompts(chunked=chunked), p, use_tqdm=False)]
+        outputs = [o for p in sampling for o in llm.generate(prompts(), p, use_tqdm=False)]
         samples = [output.outputs[0] for output in outputs]
         self.tokens = [sample.token_ids for sample in samples]
         self.logprobs = [[at[t].logprob for at, t in zip(s.logprobs, s.token_ids, strict=True)] for s in samples]
         self.logprobs += [[x.logprob for at in o.prompt_logprobs or () if at for x in at.values()] for o in outputs]
         query, *items = _tokens(np.random.default_rng(1), 30, 4, 9, 1, 17)
         self.scores = [
-            llm.score(query, items, label_token_ids=[7, 8, 9], algorithm=name, use_tqdm=False).logprobs
-            for name in (algorithms if chunked else ())
+            llm.score(query, items, label_token_ids=[7, 8, 9], algorithm=name, use_tqdm=False).logprobs for name in algorithms
         ]
 
     def check(self, other: "Answers", tolerance: float = 1e-4) -> None:

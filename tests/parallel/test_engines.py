@@ -29,7 +29,7 @@ def test_a_classifier(start, tmp_path, name):
 
 @pytest.mark.ci
 def test_an_engine_in_a_process_of_its_own(wide, start):
-    folder, prompt = str(wide("qwen3")), prompts(chunked=True)[1]
+    folder, prompt = str(wide("qwen3")), prompts()[1]
     expected = start(folder, 2).generate(prompt, GREEDY, use_tqdm=False)[0].outputs[0]
 
     async def ask():

@@ -55,7 +55,7 @@ def test_the_pool_stays_where_it_is(llm, wide):
     before, core = buffers(llm), llm.core
     assert len(before) == 4 * 2 * core.runner.spec.num_layers
     old = jax.tree.leaves(core.runner.pool.caches)
-    prompt, params = prompts(chunked=True)[1], SamplingParams(temperature=0, max_tokens=3, logprobs=0)
+    prompt, params = prompts()[1], SamplingParams(temperature=0, max_tokens=3, logprobs=0)
     sample = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
     core.runner.pool.copy_pages([(0, 1)])
     core.runner.pool.write_pages([2], core.runner.pool.read_pages([1])())

@@ -69,7 +69,7 @@ def random_messages(rng):
     cached = messages.CachedTokens(3, tuple(ids(4)), 5)
     rates = messages.StepRates(*rng.random(3).tolist())
     sizes = StepSizes((1, *ids(3)), int(rng.integers(256)))
-    limits = EngineLimits(1, 16, 2**40, 512, 20, 704, maybe(64), rates, sizes, 2**20, maybe(3), {text(): (maybe(text()), 8192)})
+    limits = EngineLimits(1, 16, 2**40, 512, 20, 704, rates, sizes, 2**20, maybe(3), {text(): (maybe(text()), 8192)})
     config = EngineConfig(model=maybe(text()), kv_cache_memory_bytes=maybe(2**40), engine_hang_timeout_s=1 + rng.random())
     checkpoint = remote.Checkpoint.of(open_files(EngineConfig(skip_tokenizer_init=True)))
     n, lists = int(rng.integers(1, 6)), (tuple(ids(2)), tuple(ids(3)))

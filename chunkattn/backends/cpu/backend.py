@@ -53,17 +53,18 @@ class CpuBackend(AttentionBackend):
         """Return the batch's arrays in the operator's order; see `AttentionBackend.build_metadata`."""
         num_rows = np.asarray([batch.num_rows], np.int32)
         of_rows, tables = (batch.row_seq, batch.row_slot, batch.row_start), (batch.block_tables, batch.page_len)
-        return num_rows, *of_rows, batch.prefix_end, *tables, batch.weighing
+        page_position = batch.page_positions() if self.spec.windowed else None
+        return (num_rows, *of_rows, batch.prefix_end, *tables), batch.weighing, page_position
 
     def forward(
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: Metadata, *, scale: float, window: int | None = None
     ) -> tuple[Queries, KVCache]:
         """Write and attend in one native call; see `AttentionBackend.forward`."""
         k, v = (to_cache(x, self.spec.cache_dtype) for x in (k, v))
+        arrays, weighing, page_position = metadata
+        more = jax.tree.leaves(weighing if window is None else page_position)  # chunks are weighed anew in full attention alone
         result = (q.shape, q.dtype if q.dtype == jnp.bfloat16 else jnp.float32)
         shapes = [jax.ShapeDtypeStruct(*x) for x in (result, *((pool.shape, pool.dtype) for pool in cache))]  # type: ignore[no-untyped-call]
         call = jax.ffi.ffi_call(library.ATTENTION, shapes, input_output_aliases={3: 1, 4: 2})
-        out, keys, values = call(
-            q, k, v, *cache, *jax.tree.leaves(metadata), scale=np.float32(scale), window=np.int32(window or 0)
-        )
+        out, keys, values = call(q, k, v, *cache, *arrays, *more, scale=np.float32(scale), window=np.int32(window or 0))
         return out.astype(q.dtype), (keys, values)

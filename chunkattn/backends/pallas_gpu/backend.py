@@ -9,6 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
@@ -27,10 +28,20 @@ from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_gpu import walk
 from chunkattn.backends.pallas_gpu.combine import Rows, combine
 from chunkattn.backends.pallas_gpu.kernel import attend
-from chunkattn.backends.pallas_gpu.plan import Work, block_splits, divide, pack_table, plan_blocks, plan_decodes, plan_tiles
+from chunkattn.backends.pallas_gpu.plan import (
+    Near,
+    Work,
+    block_splits,
+    divide,
+    pack_table,
+    plan_blocks,
+    plan_decodes,
+    plan_tiles,
+)
 from chunkattn.backends.pallas_gpu.products import ROWS
 from chunkattn.backends.pallas_gpu.shape import Shape, shape_for
 from chunkattn.backends.registry import register_backend
+from chunkattn.backends.windows import sees_parts
 
 _BLOCK_SIZES = (16, 32, 64, 128)
 _FLOATS = ("bfloat16", "float16")
@@ -44,14 +55,30 @@ _INTERPRETER_THREADS = 8
 """Threads of XLA's pool on a CPU that the interpreter needs: each warpgroup holds one while it waits for another."""
 
 
-class GpuMetadata(NamedTuple):
-    """A step as work items, see `plan`.
+class Works(NamedTuple):
+    """Work items of a step, see `plan`.
 
     Attributes:
         tiles: rows that are computed in one go; None in steps whose blocks are all split.
         blocks: rows that end in states; None in steps whose blocks are not split and weigh no chunk anew.
         decodes: single rows behind their whole sequence; None if bits must be kept.
+    """
+
+    tiles: Work | None
+    blocks: Work | None
+    decodes: Work | None
+
+
+class GpuMetadata(NamedTuple):
+    """A step as work items.
+
+    Attributes:
+        tiles: see `Works`.
+        blocks: see `Works`.
+        decodes: see `Works`.
+        windows: work items of layers with a sliding window, by window in ascending order.
         table: page and valid length in one integer, see `walk.LENGTH_SHIFT`.
+        shifts: position minus slot of every page; None without windows.
         tile_holes: whether a page of a KV tile of `tiles` is not full.
         state_holes: the same for `blocks` and `decodes`.
         flat_slots: see `AttentionBatch.flat_slots`.
@@ -60,7 +87,9 @@ class GpuMetadata(NamedTuple):
     tiles: Work | None
     blocks: Work | None
     decodes: Work | None
+    windows: tuple[Works, ...]
     table: Int32[StepArray, "S W"]
+    shifts: Int32[StepArray, "S W"] | None
     tile_holes: Int32[StepArray, "S tiles"]
     state_holes: Int32[StepArray, "S tiles"]
     flat_slots: Int32[StepArray, " T"]
@@ -158,21 +187,43 @@ class PallasGpuBackend(AttentionBackend):
     def build_metadata(self, batch: AttentionBatch) -> GpuMetadata:
         """Cut the batch into work items; see `AttentionBackend.build_metadata`."""
         sequences = len(batch.prefix_end)
+        if self.spec.windowed:
+            batch = replace(batch, page_position=batch.page_positions())
         if self.batch_invariant:
             batch = own_sequences(batch, math.lcm(self.tile_shape.slots, self.block_shape.slots, batch.block_size))
+        table, tile_holes = pack_table(batch, self.tile_shape)
+        shifts = None
+        if batch.page_position is not None:
+            page_start = np.arange(batch.block_tables.shape[1], dtype=np.int32) * batch.block_size
+            shifts = np.pad(batch.page_position - page_start, ((0, 0), (0, table.shape[1] - len(page_start))))
+        unweighed = replace(batch, weighing=None)
+        return GpuMetadata(
+            *self._works(batch, sequences),
+            tuple(self._works(unweighed, sequences, window) for window in self._windows),
+            table,
+            shifts,
+            tile_holes,
+            pack_table(batch, self.decode_shape)[1],
+            batch.flat_slots(),
+        )
+
+    @property
+    def _windows(self) -> list[int]:
+        return sorted(window for window in self.spec.windows if window is not None)
+
+    def _works(self, batch: AttentionBatch, sequences: int, window: int | None = None) -> Works:
+        """Return the work items of layers with a window, or with full attention, of a step of so many sequences."""
         weighing, splits = batch.row_weighing(), self.block_splits(batch)
-        parts = divide(batch, weighing, split=splits > 1, decodes=not self.batch_invariant)
+        near = None if window is None else Near(window, sees_parts(batch))
+        parts = divide(batch, weighing, near, split=splits > 1, decodes=not self.batch_invariant)
         tiles = blocks = decodes = None
         if splits == 1:
-            tiles = plan_tiles(batch, parts.tiles, self.tile_shape, self.groups)
+            tiles = plan_tiles(batch, parts.tiles, self.tile_shape, self.groups, near)
         if splits > 1 or weighing is not None:
-            blocks = plan_blocks(batch, weighing, parts.blocks, self.block_shape, self.groups, splits, sequences)
+            blocks = plan_blocks(batch, weighing, parts.blocks, self.block_shape, self.groups, splits, sequences, near)
         if not self.batch_invariant:
-            decodes = plan_decodes(batch, weighing, parts.decodes, self.decode_shape)
-        table, tile_holes = pack_table(batch, self.tile_shape)
-        return GpuMetadata(
-            tiles, blocks, decodes, table, tile_holes, pack_table(batch, self.decode_shape)[1], batch.flat_slots()
-        )
+            decodes = plan_decodes(batch, weighing, parts.decodes, self.decode_shape, near)
+        return Works(tiles, blocks, decodes)
 
     def forward(
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: GpuMetadata, *, scale: float, window: int | None = None
@@ -187,12 +238,11 @@ class PallasGpuBackend(AttentionBackend):
         keys, values = (jax.lax.bitcast_convert_type(pool, kept) for pool in cache)
 
         def run(work: Work, holes: Int32[Array, "S tiles"], shape: Shape) -> Any:
-            items, rows = work.items, work.rows
-            if window is not None:
-                items, rows = _within(items, rows, window, shape)
             blocks = _fold(q, work.tokens, self.groups, shape.rows)
             num_items, factors = (work.splits.num_items, work.splits.factors) if work.splits else (None, None)
-            bounds = (items, num_items, factors, rows, metadata.table, holes)
+            shifts = None if window is None else metadata.shifts
+            bounds = (work.items, num_items, factors, work.rows, work.visits, metadata.table, shifts, holes)
+            shape = replace(shape, window=window)
             return attend(*bounds, blocks, keys, values, shape, scale=scale, interpret=interpret)
 
         def run_states(work: Work, shape: Shape, rows: Rows) -> Float[Array, "n H D"]:
@@ -201,15 +251,16 @@ class PallasGpuBackend(AttentionBackend):
             return _by_token(combine(states, splits.kinds, splits.scale, rows).astype(q.dtype))
 
         out, head = jnp.zeros_like(q), jnp.arange(self.groups)
-        if (tiles := metadata.tiles) is not None:
+        works = Works(*metadata[:3]) if window is None else metadata.windows[self._windows.index(window)]
+        if (tiles := works.tiles) is not None:
             outputs = run(tiles, metadata.tile_holes, self.tile_shape)[:, :, : tiles.tokens.shape[1] * self.groups]
             by_token = _by_token(outputs.reshape(len(outputs), -1, self.groups, outputs.shape[3]))
             out = _put(out, tiles.place, by_token[jnp.maximum(tiles.place, 0)])
-        if (blocks := metadata.blocks) is not None:
+        if (blocks := works.blocks) is not None:
             block, token = jnp.divmod(jnp.maximum(blocks.place, 0), blocks.tokens.shape[1])
             of_token = Rows(block, token[:, None] * self.groups + head)
             out = _put(out, blocks.place, run_states(blocks, self.block_shape, of_token))
-        if (decodes := metadata.decodes) is not None:
+        if (decodes := works.decodes) is not None:
             decode = jnp.arange(len(decodes.tokens))
             of_decode = Rows(decode, jnp.broadcast_to(head, (len(decode), self.groups)))
             by_decode = run_states(decodes, self.decode_shape, of_decode)
@@ -248,27 +299,3 @@ def _by_token(rows: Float[Array, "Hkv n groups D"]) -> Float[Array, "n H D"]:
 def _put(out: Float[Array, "T H D"], place: Int32[Array, " T"], values: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
     """Return `out` with the rows that have a place replaced."""
     return jnp.where((place >= 0)[:, None, None], values, out)
-
-
-def _within(
-    items: Int32[Array, "I fields"], rows: Int32[Array, "E 2 warpgroups 64"] | None, window: int, shape: Shape
-) -> tuple[Int32[Array, "I fields"], Int32[Array, "E 2 warpgroups 64"] | None]:
-    """Let rows start at their window. Windows apply to plain prompts, which have one range of KV tiles."""
-    last = items[:, walk.HIGH]
-    first = last if rows is None else rows[items[:, walk.QUERY], 0, 0, 0]
-    low = jnp.maximum(items[:, walk.LOW], first - window + 1)
-    begin = jnp.clip(low // shape.slots, items[:, walk.SECOND_START], items[:, walk.SECOND_END])
-    full = jnp.maximum(last - window, -1) // shape.slots + 1
-    stop = jnp.maximum(items[:, walk.FULL_END], items[:, walk.FULL_STOP])
-    for field, values in (
-        (walk.LOW, low),
-        (walk.SECOND_START, begin),
-        (walk.FULL_END, 0),
-        (walk.FULL_START, full),
-        (walk.FULL_STOP, stop),
-        (walk.PREFIX_END, 0),
-    ):
-        items = items.at[:, field].set(values)
-    if rows is not None:
-        rows = rows.at[:, 1].max(rows[:, 0] - window + 1)
-    return items, rows

@@ -29,7 +29,21 @@ from chunkattn.backends.pallas_gpu import products
 from chunkattn.backends.pallas_gpu.producer import produce
 from chunkattn.backends.pallas_gpu.products import ROWS, commit
 from chunkattn.backends.pallas_gpu.shape import Shape
-from chunkattn.backends.pallas_gpu.walk import FAR, HIGH, LOW, OUT, PREFIX_END, QUERY, Gmem, Smem, Walk, each_item, present
+from chunkattn.backends.pallas_gpu.walk import (
+    FAR,
+    HIGH,
+    LOW,
+    OUT,
+    POSITION,
+    PREFIX_END,
+    QUERY,
+    Gmem,
+    Smem,
+    Walk,
+    each_item,
+    positions,
+    present,
+)
 from chunkattn.backends.softmax import barrier
 
 LEAST = -1e30
@@ -52,8 +66,10 @@ def attend(
     items: Int32[Array, "I fields"],
     num_items: Int32[Array, " 1"] | None,
     factors: Float32[Array, " I"] | None,
-    rows: Int32[Array, "E 2 warpgroups 64"] | None,
+    rows: Int32[Array, "E fields warpgroups 64"] | None,
+    visits: Int32[Array, "E N"] | None,
     table: Int32[Array, "S W"],
+    shifts: Int32[Array, "S W"] | None,
     holes: Int32[Array, "S tiles"],
     q: Float[Array, "Hkv Q rows D"],
     keys: Float[Array, "P Hkv block_size D"],
@@ -69,9 +85,11 @@ def attend(
         items: work items, see `walk`.
         num_items: number of items in use, for `shape.states`; otherwise None.
         factors: further factor of each item's scores; None is 1.
-        rows: last slot and first slot beyond the prefix of each row of a block of queries; None takes the item's `HIGH` and
-            `LOW`. Items that end in states see no more than their own `HIGH` and `LOW` let them.
+        rows: last slot, first slot beyond the prefix and, for windows, position of each row of a block of queries; None takes
+            the item's `HIGH`, `LOW` and `POSITION`. Items that end in states see no more than `HIGH` and `LOW` let them.
+        visits: KV tiles that each block of queries visits, for windows; otherwise None.
         table: page-table entries, see `walk.LENGTH_SHIFT`.
+        shifts: position minus slot of every page, for windows; otherwise None.
         holes: whether a page of a KV tile is not full.
         q: blocks of queries.
         keys: pages of K.
@@ -83,7 +101,8 @@ def attend(
     Returns:
         Outputs or states by item. Items without KV tiles, and those from `num_items` on, are undefined in the first form.
     """
-    optional = {name: x for name, x in (("num_items", num_items), ("factors", factors), ("rows", rows)) if x is not None}
+    given = {"num_items": num_items, "factors": factors, "rows": rows, "visits": visits, "shifts": shifts}
+    optional = {name: x for name, x in given.items() if x is not None}
     heads, number = keys.shape[1], len(items)
     grid: dict[str, Any]
     if shape.states:
@@ -172,7 +191,7 @@ def _consume(
     def one_tile(step: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         accumulated, maximum, total, place = carry
         tile, following = walk.tile(step), shape.after(place)
-        whole = walk.whole(tile)
+        whole = walk.whole(tile, step)
         scores = multiply_keys(q, smem.keys.at[place], smem.keys_free.at[place], pass_on, twin=twin)
         scores = lax.cond(whole, lambda s: s, lambda s: _masked(s, gmem, walk, tile, item, warpgroup, shape), scores)
         highest = jnp.maximum(maximum, scores.max(axis=1) * factor)
@@ -267,10 +286,17 @@ def _masked(
     slot = jnp.where(column < present(gmem, walk.seq, tile, column, 0, shape), column + tile * shape.slots, FAR)
     slot = lax.broadcast_in_dim(slot, scores.shape, [1])
     last, start = gmem.items[item, HIGH], gmem.items[item, LOW]
+    own: Any = 0 if shape.window is None else gmem.items[item, POSITION]
     if gmem.rows is not None:  # the bounds are read again, so they hold no registers over the loop
         block = gmem.items[item, QUERY] if shape.states else item
         by_row = [products.load(gmem.rows, (block, field, warpgroup), _ROW) for field in range(2)]
         if shape.states:
             by_row = [jnp.minimum(by_row[0], last), jnp.maximum(by_row[1], start)]
         last, start = (lax.broadcast_in_dim(x, scores.shape, [0]) for x in by_row)
-    return jnp.where(visible(slot, last, start, gmem.items[item, PREFIX_END]), scores, -jnp.inf)
+        if shape.window is not None:
+            own = lax.broadcast_in_dim(products.load(gmem.rows, (block, 2, warpgroup), _ROW), scores.shape, [0])
+    seen = visible(slot, last, start, gmem.items[item, PREFIX_END])
+    if shape.window is not None:
+        position = lax.broadcast_in_dim(positions(gmem, walk.seq, tile, column, 0, shape), scores.shape, [1])
+        seen &= position > own - shape.window
+    return jnp.where(seen, scores, -jnp.inf)

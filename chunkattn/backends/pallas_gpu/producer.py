@@ -12,7 +12,21 @@ from jaxtyping import Array, Bool, Float
 
 from chunkattn.backends.pallas_gpu.products import ROWS, commit, load
 from chunkattn.backends.pallas_gpu.shape import Shape
-from chunkattn.backends.pallas_gpu.walk import HIGH, LOW, PREFIX_END, Gmem, Smem, Walk, each_item, entry, offset, page, present
+from chunkattn.backends.pallas_gpu.walk import (
+    HIGH,
+    LOW,
+    POSITION,
+    PREFIX_END,
+    Gmem,
+    Smem,
+    Walk,
+    each_item,
+    entry,
+    offset,
+    page,
+    positions,
+    present,
+)
 
 _LANES = 64
 _L, _ROW = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1)
@@ -52,8 +66,9 @@ def _copy_item(gmem: Gmem, smem: Smem, shape: Shape, head: Any, item: Any, turn:
 
     def one_step(step: Any, carry: tuple[Any, Any, Any]) -> tuple[Any, Any, Any]:
         place, before, unclean = carry
-        tile = walk.tile(jnp.minimum(step, walk.count - 1))
-        whole = walk.whole(tile)
+        number = jnp.minimum(step, walk.count - 1)
+        tile = walk.tile(number)
+        whole = walk.whole(tile, number)
         pl.when(step < walk.count)(lambda: send(step, place, tile, whole))
 
         @pl.when(unclean == 1)
@@ -163,7 +178,10 @@ def _seen(gmem: Gmem, walk: Walk, item: Any, tile: Any, begin: int, shape: Shape
     column = plgpu.layout_cast(lax.iota(jnp.int32, ROWS), _ROW) + begin
     slot = column + tile * shape.slots
     seen = (column < present(gmem, walk.seq, tile, column, begin, shape)) & (slot <= high)
-    return seen & ((slot < prefix_end) | (slot >= low))
+    seen &= (slot < prefix_end) | (slot >= low)
+    if shape.window is not None:
+        seen &= positions(gmem, walk.seq, tile, column, begin, shape) > gmem.items[item, POSITION] - shape.window
+    return seen
 
 
 def _zero_unless(seen: Bool[Array, " slots"], values: Float[Array, "slots lanes"]) -> Float[Array, "slots lanes"]:

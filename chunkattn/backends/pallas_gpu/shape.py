@@ -36,6 +36,7 @@ class Shape:
         states: whether items end in softmax states; else in outputs.
         fp8_stages: KV tiles of the ring that FP8 pages are copied to before they are converted; 0 for 16-bit pages.
         blocks: blocks of threads that share the items, for states.
+        window: sliding window in positions, or None.
     """
 
     head_dim: int
@@ -47,6 +48,7 @@ class Shape:
     states: bool
     fp8_stages: int = 0
     blocks: int = 132
+    window: int | None = None
 
     @property
     def box(self) -> int:

@@ -20,6 +20,11 @@ In order: sequence, block of queries, place of the result, KV tiles `[0, FIRST_E
 `[0, FULL_END)` and `[FULL_START, FULL_STOP)` of which every row sees every token, smallest row start and largest slot of
 the rows, slots of the prefix.
 """
+POSITION = len(ITEM)
+"""Further field in layers with a sliding window: lowest position of the rows.
+
+`[SECOND_START, SECOND_END)` is then a range of the visits of the block of queries, see `windows.Visits`, and `FIRST_END` 0.
+"""
 FULL = (FULL_END, FULL_START, FULL_STOP)
 
 LENGTH_SHIFT = 20
@@ -41,6 +46,8 @@ class Gmem(NamedTuple):
     num_items: Any = None
     factors: Any = None
     rows: Any = None
+    visits: Any = None
+    shifts: Any = None
 
 
 class Smem(NamedTuple):
@@ -88,15 +95,19 @@ class Walk:
         self.full = [gmem.items[item, field] for field in FULL]
         self.count = self.first_end + second_end - self.second_start
         self.holes = gmem.holes
+        self.visits = None if gmem.visits is None else gmem.visits.at[gmem.items[item, QUERY]]
 
     def tile(self, step: Any) -> Any:
         """Return the KV tile of a step."""
+        if self.visits is not None:
+            return lax.shift_right_logical(self.visits[self.second_start + step], jnp.int32(1))
         return jnp.where(step < self.first_end, step, self.second_start + step - self.first_end)
 
-    def whole(self, tile: Any) -> Any:
-        """Return whether every row sees every slot of a KV tile."""
+    def whole(self, tile: Any, step: Any) -> Any:
+        """Return whether every row sees every slot of the KV tile of a step."""
         end, start, stop = self.full
-        return ((tile < end) | ((tile >= start) & (tile < stop))) & (self.holes[self.seq, tile] == 0)
+        whole = ((tile < end) | ((tile >= start) & (tile < stop))) & (self.holes[self.seq, tile] == 0)
+        return whole if self.visits is None else whole & (self.visits[self.second_start + step] & 1 == 0)
 
 
 def each_item(gmem: Gmem, shape: Shape, heads: int, act: Callable[[Any, Any, Any], None]) -> Any:
@@ -138,11 +149,12 @@ def each_item(gmem: Gmem, shape: Shape, heads: int, act: Callable[[Any, Any, Any
     return lax.fori_loop(0, lax.div(number - block + blocks - 1, jnp.int32(blocks)), one, jnp.int32(0))
 
 
-def entry(gmem: Gmem, seq: Any, tile: Any, box: int, shape: Shape) -> Any:
-    """Return the page-table entry of a box of a KV tile."""
+def entry(gmem: Gmem, seq: Any, tile: Any, box: int, shape: Shape, table: Any = None) -> Any:
+    """Return the entry of a box of a KV tile in the page table, or in another table of pages."""
+    table = gmem.table if table is None else table
     if shape.block_size <= shape.slots:
-        return gmem.table[seq, tile * shape.boxes + box]
-    return gmem.table[seq, lax.div(tile, jnp.int32(shape.block_size // shape.slots))]
+        return table[seq, tile * shape.boxes + box]
+    return table[seq, lax.div(tile, jnp.int32(shape.block_size // shape.slots))]
 
 
 def offset(tile: Any, shape: Shape) -> Any:
@@ -168,6 +180,15 @@ def present(gmem: Gmem, seq: Any, tile: Any, column: Int32[Array, " n"], begin: 
             length -= offset(tile, shape)
         end = jnp.where(column >= box * shape.box, lax.broadcast_in_dim(length, column.shape, ()), end)
     return end
+
+
+def positions(gmem: Gmem, seq: Any, tile: Any, column: Int32[Array, " n"], begin: int, shape: Shape) -> Int32[Array, " n"]:
+    """Return the positions of columns of a KV tile; see `present` for the arguments."""
+    shift = jnp.zeros_like(column)
+    for box in range(begin // shape.box, -(-(begin + column.shape[0]) // shape.box)):
+        of_page = lax.broadcast_in_dim(entry(gmem, seq, tile, box, shape, gmem.shifts), column.shape, ())
+        shift = jnp.where(column >= box * shape.box, of_page, shift)
+    return column + tile * shape.slots + shift
 
 
 def page_len(entry: Any) -> Any:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32
 
 from chunkattn.backends.base import (
     KV,
@@ -18,7 +19,6 @@ from chunkattn.backends.base import (
     AttentionSpec,
     KVCache,
     Queries,
-    RowWeighing,
     StepArray,
     to_cache,
 )
@@ -26,9 +26,10 @@ from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.blocks import CHIPS, LANES, LARGE_PAGE, TABLE, Blocks, Chip, Shape, chip_here
 from chunkattn.backends.pallas_tpu.pages import LENGTH_BITS
+from chunkattn.backends.pallas_tpu.plan import WindowWalk, cut_at_blocks, factors_of, fill_blocks, pad, scalars_of, window_walk
 from chunkattn.backends.pallas_tpu.write import block_rows, plan_writes, write_rows
 from chunkattn.backends.registry import register_backend
-from chunkattn.backends.tiles import Tiles, cut_at_questions, over_rows, spans, tile_ranges, without_chunks
+from chunkattn.backends.tiles import Tiles, cut_at_questions, spans
 
 KV_BYTES = 8 << 20
 """Maximum number of bytes of two KV tiles with all heads, unless tiles of one page, or of 128 slots, already exceed it."""
@@ -49,7 +50,7 @@ class PallasMetadata(NamedTuple):
     Attributes:
         tiles: scalars of the query tiles, see `kernel.SCALARS`.
         num_tiles: query tiles in use.
-        rows: row slots and row starts of each block of rows, in the first two of 8 rows.
+        rows: row slots, row starts and, for windows, positions of each block of rows, in the first of 8 rows.
         decodes: scalars of the decodes, see `kernel.SCALARS`.
         num_decodes: decodes in use.
         decode_rows: row of each decode.
@@ -59,6 +60,8 @@ class PallasMetadata(NamedTuple):
         num_pieces: see `write.plan_writes`.
         tile_factors: factors of the query tiles, see `kernel.FACTORS`; None weighs no chunks anew.
         decode_factors: factors of the decodes.
+        windows: query tiles and decodes of layers with a sliding window, by window in ascending order.
+        shifts: position minus slot of every page; None without windows.
     """
 
     tiles: Int32[StepArray, "scalars Q"]
@@ -73,6 +76,8 @@ class PallasMetadata(NamedTuple):
     num_pieces: Int32[StepArray, " write_blocks"]
     tile_factors: Float32[StepArray, "2 Q"] | None
     decode_factors: Float32[StepArray, "2 E"] | None
+    windows: tuple[WindowWalk, ...]
+    shifts: Int32[StepArray, "S 1 W"] | None
 
 
 @register_backend("pallas_tpu")
@@ -94,11 +99,17 @@ class PallasTpuBackend(AttentionBackend):
     can_keep_bits = True
     max_pages = 1 << (31 - LENGTH_BITS)
     narrowest_table = 1 << 12  # 16 KiB of scalar memory a row, copied while another tile is computed
-    max_table_pages = 1 << 15  # the megabyte of scalar memory holds four rows of the page table
+    max_table_pages = 1 << 15  # the megabyte of scalar memory holds four rows of the page table; with windows, six half as long
     interpret: ClassVar[Any] = None
     chip: ClassVar[str | None] = None
     table: ClassVar[Mapping[tuple[str, int], tuple[Blocks, Blocks]]] = TABLE
     most_rows: ClassVar[int] = 1024
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        if spec.windowed:
+            self.max_table_pages = self.max_table_pages // 2
+        self._windows = sorted(window for window in spec.windows if window is not None)
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -189,6 +200,8 @@ class PallasTpuBackend(AttentionBackend):
     def build_metadata(self, batch: AttentionBatch) -> PallasMetadata:
         """Cut the batch into query tiles and decodes; see `AttentionBackend.build_metadata`."""
         size = self.block(len(batch.row_seq))
+        if self.spec.windowed:
+            batch = replace(batch, page_position=batch.page_positions())
         if self.batch_invariant:
             batch = own_sequences(batch, self.shape(size).slots)
         rows, seqs = len(batch.row_seq), len(batch.prefix_end)
@@ -199,38 +212,42 @@ class PallasTpuBackend(AttentionBackend):
         prompts, weighing = runs.pick(~decode), batch.row_weighing()
         if weighing is not None:
             prompts = cut_at_questions(prompts, weighing)
-        scalars = _scalars(batch, weighing, _cut_at_blocks(prompts, size), self.shape(size).slots, size)
-        idle = np.setdiff1d(np.arange(blocks), scalars[kernel.BLOCK])
-        nothing = np.zeros((len(scalars), len(idle)), np.int32)
-        nothing[kernel.BLOCK] = idle
-        scalars = np.concatenate([scalars, nothing], axis=1)
-        scalars = scalars[:, np.argsort(scalars[kernel.BLOCK], kind="stable")]
+        slots = self.shape(size).slots, self.shape(1).slots
+        scalars, _ = fill_blocks(scalars_of(batch, weighing, cut_at_blocks(prompts, size), slots[0], size), blocks)
 
         decode_rows = runs.row[decode]
-        decodes = _scalars(batch, weighing, Tiles(decode_rows, np.ones_like(decode_rows)), self.shape(1).slots, size)
+        decodes = scalars_of(batch, weighing, Tiles(decode_rows, np.ones_like(decode_rows)), self.shape(1).slots, size)
         decode_of_row = np.full(rows, -1, np.int32)
         decode_of_row[decode_rows] = np.arange(len(decode_rows))
         by_row = np.zeros((blocks, 8, -(-size // LANES) * LANES), np.int32)
-        for field, values in enumerate((batch.row_slot, batch.row_start)):
+        fields = [batch.row_slot, batch.row_start, *([batch.row_positions()] if self.spec.windowed else [])]
+        for field, values in enumerate(fields):
             by_row[:, field, :size] = np.pad(values, (0, blocks * size - rows)).reshape(blocks, size)
         pieces, num_pieces = plan_writes(batch, self._write_rows(rows))
         bound = min(seqs, rows)
+        walks = [window_walk(batch, decode_rows, window, slots, size, blocks, bound) for window in self._windows]
+        shifts = None
+        if batch.page_position is not None:
+            page_start = np.arange(batch.block_tables.shape[1], dtype=np.int32) * batch.block_size
+            shifts = (batch.page_position - page_start)[:, None]
         num_tiles = scalars.shape[1]
-        scalars = _pad(scalars, blocks + bound * (1 if weighing is None else 2))
-        decodes = _pad(decodes, bound)
+        scalars = pad(scalars, blocks + bound * (1 if weighing is None else 2))
+        decodes = pad(decodes, bound)
         return PallasMetadata(
             tiles=scalars,
             num_tiles=np.int32(num_tiles),
             rows=by_row,
             decodes=decodes,
             num_decodes=np.int32(len(decode_rows)),
-            decode_rows=_pad(decode_rows, bound),
+            decode_rows=pad(decode_rows, bound),
             decode_of_row=decode_of_row,
             table=(batch.block_tables << LENGTH_BITS | batch.page_len)[:, None].astype(np.int32),
             pieces=pieces,
             num_pieces=num_pieces,
-            tile_factors=_factors(batch, scalars),
-            decode_factors=_factors(batch, decodes),
+            tile_factors=factors_of(batch, scalars),
+            decode_factors=factors_of(batch, decodes),
+            windows=tuple(walks),
+            shifts=shifts,
         )
 
     def forward(
@@ -253,19 +270,25 @@ class PallasTpuBackend(AttentionBackend):
         if tiles.packed:  # the zeros of q multiply V; results come out in V's lanes
             q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles.head_dim - self.spec.head_dim)))
         common: dict[str, Any] = {"scale": scale, "window": window, **options}
-        table = metadata.table
+        table, several, single = metadata.table, metadata.tiles, metadata.decodes
+        num_tiles, several_factors, single_factors = metadata.num_tiles, metadata.tile_factors, metadata.decode_factors
+        several_visits = single_visits = None
+        if window is not None:  # chunks are weighed anew in full attention alone
+            walk, several_factors, single_factors = metadata.windows[self._windows.index(window)], None, None
+            several, num_tiles, single = walk.tiles, walk.num_tiles, walk.decodes
+            assert metadata.shifts is not None
+            several_visits, single_visits = (kernel.Window(x, metadata.shifts) for x in (walk.tile_visits, walk.decode_visits))
         wide = _pad_rows(q.reshape(rows, -1), size)
-        scalars = _within(metadata.tiles, tiles.slots, window)
         out = kernel.attend(
-            scalars, metadata.tile_factors, metadata.num_tiles, wide, metadata.rows, table, cache, tiles, **common
+            several, several_factors, num_tiles, wide, metadata.rows, table, cache, tiles, visits=several_visits, **common
         )
         out = out[:rows].reshape(q.shape)
         if self.batch_invariant:  # there are no decodes
             return out[..., tiles.head_dim - self.spec.head_dim :], cache
-        single = q[metadata.decode_rows].reshape(-1, tiles.kv_heads, tiles.groups, tiles.head_dim)
-        scalars = _within(metadata.decodes, decodes.slots, window)
-        factors = metadata.decode_factors
-        decoded = kernel.attend(scalars, factors, metadata.num_decodes, single, None, table, cache, decodes, **common)
+        alone = q[metadata.decode_rows].reshape(-1, tiles.kv_heads, tiles.groups, tiles.head_dim)
+        decoded = kernel.attend(
+            single, single_factors, metadata.num_decodes, alone, None, table, cache, decodes, visits=single_visits, **common
+        )
         decoded = decoded.reshape(-1, *q.shape[1:])[jnp.maximum(metadata.decode_of_row, 0)]
         out = jnp.where((metadata.decode_of_row >= 0)[:, None, None], decoded, out)
         return out[..., tiles.head_dim - self.spec.head_dim :], cache
@@ -274,61 +297,6 @@ class PallasTpuBackend(AttentionBackend):
 def _divisor(number: int, most: int) -> int:
     """Return the largest divisor of `number` up to `most`."""
     return next(n for n in range(max(1, min(most, number)), 0, -1) if number % n == 0)
-
-
-def _cut_at_blocks(runs: Tiles, size: int) -> Tiles:
-    """Cut runs at the boundaries of blocks of `size` rows, in order."""
-    first, last = runs.row // size, (runs.row + runs.size - 1) // size
-    run = np.repeat(np.arange(len(first)), last - first + 1)
-    block = np.arange(len(run)) - np.searchsorted(run, run) + first[run]
-    low = np.maximum(runs.row[run], block * size)
-    high = np.minimum((runs.row + runs.size)[run], (block + 1) * size)
-    return Tiles(low.astype(np.int32), (high - low).astype(np.int32))
-
-
-def _scalars(
-    batch: AttentionBatch, weighing: RowWeighing | None, tiles: Tiles, tile_slots: int, size: int
-) -> Int32[np.ndarray, "scalars Q"]:
-    """Return the kernel's scalars of query tiles, each within one block of `size` rows."""
-    fields = len(kernel.SCALARS) + (len(kernel.CHUNKS) if weighing is not None else 0)
-    out = np.zeros((fields, len(tiles.row)), np.int32)
-    if not len(tiles.row):
-        return out
-    ranges, seq = tile_ranges(batch, tiles, tile_slots), batch.row_seq[tiles.row]
-    if weighing is not None:
-        ranges = without_chunks(ranges, tiles, weighing, tile_slots)
-        out[kernel.CHUNK_BEGIN], out[kernel.CHUNK_END] = weighing.begin[tiles.row], weighing.end[tiles.row]
-    out[kernel.BLOCK] = tiles.row // size
-    out[kernel.LOW] = tiles.row % size
-    out[kernel.HIGH] = tiles.row % size + tiles.size
-    out[kernel.SEQ] = seq
-    out[kernel.FIRST_END], out[kernel.SECOND_START], out[kernel.SECOND_END] = ranges
-    out[kernel.MIN_SLOT] = batch.row_slot[tiles.row]
-    out[kernel.LAST] = batch.row_slot[tiles.row + tiles.size - 1]
-    out[kernel.MAX_START] = over_rows(np.maximum, batch, tiles)
-    out[kernel.PREFIX_END] = batch.prefix_end[seq]
-    return out
-
-
-def _factors(batch: AttentionBatch, scalars: Int32[np.ndarray, "scalars Q"]) -> Float32[np.ndarray, "2 Q"] | None:
-    """Return the kernel's factors of query tiles, or None if the step weighs no chunks anew."""
-    if batch.weighing is None:
-        return None
-    seq = scalars[kernel.SEQ]
-    return np.stack([1 / batch.weighing.temperature[seq], batch.weighing.scale[seq]]).astype(np.float32)
-
-
-def _within(scalars: Int32[StepArray, "scalars Q"], tile_slots: int, window: int | None) -> Int32[StepArray, "scalars Q"]:
-    """Skip KV tiles before every row's window. Windows apply to plain prompts, which have one range."""
-    if window is None:
-        return scalars
-    begin = jnp.maximum(scalars[kernel.MIN_SLOT] - window + 1, 0) // tile_slots
-    return scalars.at[kernel.SECOND_START].max(begin)
-
-
-def _pad(values: Shaped[np.ndarray, "*axes n"], size: int) -> Int32[np.ndarray, "*axes size"]:
-    """Pad the last axis with zeros up to `size`."""
-    return np.pad(values.astype(np.int32), [(0, 0)] * (values.ndim - 1) + [(0, size - values.shape[-1])])
 
 
 def _pad_rows(x: Float[Array, "T n"], size: int) -> Float[Array, "padded_rows n"]:

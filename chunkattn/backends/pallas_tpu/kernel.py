@@ -12,7 +12,7 @@ of the page table at a time in SMEM (at most 128 KiB; a whole table would not fi
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,11 @@ largest slot of its rows, largest row start, slots of the prefix.
 """
 CHUNKS = CHUNK_BEGIN, CHUNK_END = len(SCALARS), len(SCALARS) + 1
 """Further rows of the scalars in steps that weigh chunks anew: the chunk slots of the tile's rows, empty if not weighed."""
+WINDOW = FIRST_VISIT, POSITION = len(SCALARS), len(SCALARS) + 1
+"""Further rows of the scalars in layers with a sliding window: first of `Window.visits`, lowest position of the tile's rows.
+
+The KV ranges are then those of an index into `Window.visits`.
+"""
 FACTORS = PER_TEMPERATURE, CHUNK_SCALE = range(2)
 """Rows of the factors of weighed query tiles, float32 `[len(FACTORS), Q]`: one over the temperature, and the scale."""
 
@@ -41,6 +46,18 @@ _MASKED = -1e38
 _LEAST = -1e30
 """Start of the running maximum: finite, so that a row that has seen no slot yet stays finite."""
 _FAR = np.iinfo(np.int32).max
+
+
+class Window(NamedTuple):
+    """What a sliding window lets query tiles see.
+
+    Attributes:
+        visits: KV tiles of each query tile, see `windows.Visits`.
+        shifts: position minus slot of every page.
+    """
+
+    visits: Int32[Array, "Q 1 N"]
+    shifts: Int32[Array, "S 1 W"]
 
 
 def attend(
@@ -55,6 +72,7 @@ def attend(
     *,
     scale: float,
     window: int | None,
+    visits: Window | None,
     interpret: Any,
     vmem_limit_bytes: int,
 ) -> Float[Array, "blocks*rows H*lanes"] | Float[Array, "Q Hkv groups lanes"]:
@@ -65,12 +83,13 @@ def attend(
         factors: factors of the query tiles, whose scalars then hold `CHUNKS` too; None weighs no chunks anew.
         count: query tiles in use.
         q: queries by row; for decodes, by KV head. `lanes` is `shape.head_dim`.
-        rows: row slots and row starts of a block in its first two rows; None for decodes.
+        rows: row slots, row starts and, for windows, positions of a block in its first rows; None for decodes.
         table: page-table entries, see `pages.LENGTH_BITS`.
         pool: pages of K and V in `kv_lanes`, `shape.lanes`.
         shape: sizes.
         scale: factor of the scores.
         window: see `AttentionBackend.forward`.
+        visits: what the window lets query tiles see, whose scalars then hold `WINDOW` too; None without a window.
         interpret: argument of `pl.pallas_call`.
         vmem_limit_bytes: bytes of vector memory that the kernel may use.
 
@@ -98,13 +117,26 @@ def attend(
             memory_space=pltpu.SMEM,
         )
 
+    window_specs = []
+    if visits is not None:
+        window_specs = [
+            pl.BlockSpec((1, 1, visits.visits.shape[2]), lambda h, i, *_: (i, 0, 0), memory_space=pltpu.SMEM),
+            table_spec(0),
+        ]
     prefetched = [scalars] if factors is None else [scalars, factors]
     return pl.pallas_call(
         lambda *refs: _query_tile(refs, shape, decode, factors is not None, scale * math.log2(math.e), window),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
             grid=(shape.head_blocks, count),
-            in_specs=[q_spec, *row_specs, table_spec(0), table_spec(1), pl.BlockSpec(memory_space=pltpu.HBM)],
+            in_specs=[
+                q_spec,
+                *row_specs,
+                table_spec(0),
+                table_spec(1),
+                *window_specs,
+                pl.BlockSpec(memory_space=pltpu.HBM),
+            ],
             out_specs=q_spec,
             scratch_shapes=[
                 pltpu.VMEM((shape.heads, folded, LANES), f32),
@@ -124,7 +156,7 @@ def attend(
         ),
         interpret=interpret,
         name="chunk_decode" if decode else "chunk_attention",
-    )(*prefetched, q, *row_args, table, table, pool)
+    )(*prefetched, q, *row_args, table, table, *(visits or ()), pool)
 
 
 def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool, log2_scale: float, window: int | None) -> None:
@@ -134,11 +166,16 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool,
     `chunkattn.backends.softmax.as_one_slot`, and the tiles with other slots follow.
     """
     sc, factors, refs = (refs[0], refs[1], refs[2:]) if weighs else (refs[0], None, refs[1:])
-    if decode:
-        q, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state = refs
-        folded = q.at[0]
-    else:
-        q, rows, table, next_table, pool, out, *sums, bias, columns, kv, arrived, state, folded = refs
+    q, refs = refs[0], refs[1:]
+    rows: Any = None
+    if not decode:
+        rows, refs = refs[0], refs[1:]
+    table, next_table, refs = refs[0], refs[1], refs[2:]
+    visits: Any = None
+    if window is not None:
+        visits, shifts, refs = refs[0], refs[1], refs[2:]
+    folded, refs = (q.at[0], refs) if decode else (refs[-1], refs[:-1])
+    pool, out, *sums, bias, columns, kv, arrived, state = refs
     head_block, i = pl.program_id(0), pl.program_id(1)
     pages = Pages(pool, kv, arrived, state, head_block * shape.heads, shape)
     following = jnp.minimum(i + 1, sc.shape[1] - 1)
@@ -153,7 +190,12 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool,
         count = sc[FIRST_END, tile] + sc[SECOND_END, tile] - sc[SECOND_START, tile]
         return count + chunk_tiles(tile) if weighs else count
 
+    def first_kv_tile(tile: Any) -> Any:
+        return kv_tile(tile, 0) if window is None else sc[FIRST_VISIT, tile] >> 1
+
     def kv_tile(tile: Any, step: Any) -> Any:
+        if window is not None:
+            return visits[0, 0, step] >> 1
         later = step - chunk_tiles(tile) if weighs else step
         other = jnp.where(later < sc[FIRST_END, tile], later, sc[SECOND_START, tile] + later - sc[FIRST_END, tile])
         return jnp.where(later < 0, first_chunk_tile(tile) + step, other) if weighs else other
@@ -168,7 +210,7 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool,
 
     @pl.when((count > 0) & ~started)
     def send_for_first() -> None:
-        pages.start(table, kv_tile(i, 0), last, buffer0)
+        pages.start(table, first_kv_tile(i), last, buffer0)
 
     for at_first, ref in zip((_LEAST, 0.0, 0.0), sums, strict=True):
         ref[...] = jnp.full_like(ref, at_first)
@@ -188,14 +230,14 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool,
 
         @pl.when((step + 1 == count) & next_has_any)
         def send_for_next_tile() -> None:
-            pages.start(next_table, kv_tile(following, 0), sc[LAST, following], 1 - buffer)
+            pages.start(next_table, first_kv_tile(following), sc[LAST, following], 1 - buffer)
 
         pages.wait(tile, last, buffer)
         begin, end = tile * shape.slots, (tile + 1) * shape.slots
         whole = (pages.shortest(buffer) == shape.block_size) & (end <= sc[MIN_SLOT, i] + 1)
         whole &= (end <= sc[PREFIX_END, i]) | (begin >= sc[MAX_START, i])
         if window is not None:
-            whole &= begin > last - window
+            whole &= visits[0, 0, step] & 1 == 0
         factor: Any = log2_scale
         if factors is not None:
             of_chunks = step < chunk_tiles(i)
@@ -230,7 +272,8 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool,
             slot = columns[...]
             seen = (slot <= row_slot) & ((slot < sc[PREFIX_END, i]) | (slot >= row_start))
             if window is not None:
-                seen &= slot > row_slot - window
+                row_position = sc[POSITION, i] if decode else by_row[:, 2:3]
+                seen &= _positions(shifts, tile, shape) > row_position - window
             if weighs:
                 seen &= (slot >= jnp.where(of_chunks, first_chunk, 0)) & (slot < jnp.where(of_chunks, after_chunks, _FAR))
                 seen &= (slot < jnp.where(of_chunks, _FAR, first_chunk)) | (slot >= jnp.where(of_chunks, _FAR, after_chunks))
@@ -258,6 +301,18 @@ def _query_tile(refs: tuple[Any, ...], shape: Shape, decode: bool, weighs: bool,
                 old = jnp.where(earlier, out[:, lanes].astype(jnp.float32), 0.0)
                 new = attended[group * shape.rows : (group + 1) * shape.rows]
                 out[:, lanes] = jnp.where(own_row, new, old).astype(out.dtype)
+
+
+def _positions(shifts: Any, tile: Any, shape: Shape) -> jax.Array:
+    """Return the positions of a KV tile's slots, int32 `[1, slots]`."""
+    lane = lax.broadcasted_iota(jnp.int32, (1, shape.slots), 1)
+
+    def one_page(place: Any, positions: jax.Array) -> jax.Array:
+        shift = shifts[0, 0, jnp.minimum(tile * shape.pages + place, shifts.shape[2] - 1)]
+        own = (lane >= place * shape.block_size) & (lane < (place + 1) * shape.block_size)
+        return jnp.where(own, positions + shift, positions)
+
+    return lax.fori_loop(0, shape.pages, one_page, lane + tile * shape.slots)
 
 
 def _fold(q: Any, folded: Any, shape: Shape) -> None:

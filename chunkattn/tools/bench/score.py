@@ -151,7 +151,7 @@ class ScoreBench:
             items: token ids of each item.
         """
         call, backends = self.call(query, items), self.core.limits.backends
-        return refusals(call, sliding_window=None, caching=True, backends=backends)
+        return refusals(call, caching=True, backends=backends)
 
     def run(self, query: list[int], items: list[list[int]], algorithm: str) -> ScoreRun:
         """Run one scoring request, from its token ids to the scores.

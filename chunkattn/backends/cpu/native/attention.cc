@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <climits>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -49,17 +50,29 @@ std::vector<Item> cut(const Step &step, int threads) {
   return items;
 }
 
+// Whether a valid slot of [begin, end) has a position above `before`.
+bool holds_later(const Step &step, int sequence, int begin, int end, int before) {
+  const int64_t row = int64_t(sequence) * step.width;
+  for (int page = begin / step.block_size; page * step.block_size < end; page++) {
+    const int base = page * step.block_size, last = std::min(base + step.page_len[row + page], end) - 1;
+    if (last >= std::max(base, begin) && step.page_position[row + page] + last - base > before) return true;
+  }
+  return false;
+}
+
 // The portions of an item, in the order in which each row adds them: the prefix, then the rows' own parts. The chunks that
 // weighed rows see stand in between.
 std::vector<Portion> portions(const Step &step, const Item &item) {
-  const int sequence = step.row_seq[item.row], after = item.row + item.rows;
-  const int prefix_end = step.window ? 0 : step.prefix_end[sequence];
+  const int sequence = step.row_seq[item.row], after = item.row + item.rows, prefix_end = step.prefix_end[sequence];
   std::vector<Portion> found;
   const auto add = [&](int row, int end_row, int begin, int end, bool chunks) {
-    const int first = step.window ? step.row_slot[row] - step.window + 1 : 0;  // of the slots that the first row sees
-    for (; begin < end; begin += kPortionSlots)
-      if (begin + kPortionSlots > first)
-        found.push_back({row, end_row - row, item.kv_head, begin, std::min(begin + kPortionSlots, end), chunks});
+    int lowest = INT_MAX;  // position of the rows
+    for (int i = row; step.window && i < end_row; i++) lowest = std::min(lowest, step.position(sequence, step.row_slot[i]));
+    for (; begin < end; begin += kPortionSlots) {
+      const int stop = std::min(begin + kPortionSlots, end);
+      if (!step.window || holds_later(step, sequence, begin, stop, lowest - step.window))
+        found.push_back({row, end_row - row, item.kv_head, begin, stop, chunks});
+    }
   };
   const auto last = [&](int end_row) { return step.row_slot[end_row - 1] + 1; };
   add(item.row, after, 0, std::min(prefix_end, last(after)), false);

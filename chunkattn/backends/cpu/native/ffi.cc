@@ -43,7 +43,7 @@ using Codes = ffi::Buffer<ffi::U8>;
 
 ffi::Error attend(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer keys, Buffer values, Numbers num_rows,
                   Numbers row_seq, Numbers row_slot, Numbers row_start, Numbers prefix_end, Numbers tables, Numbers page_len,
-                  ffi::RemainingArgs weighing, ffi::Result<Buffer> out, ffi::Result<Buffer> new_keys,
+                  ffi::RemainingArgs more, ffi::Result<Buffer> out, ffi::Result<Buffer> new_keys,
                   ffi::Result<Buffer> new_values, float scale, int32_t window) {
   Step step{};
   switch (q.element_type()) {
@@ -62,9 +62,12 @@ ffi::Error attend(ffi::ThreadPool pool, Buffer q, Buffer k, Buffer v, Buffer key
   step.width = int(tables.dimensions()[1]), step.num_rows = num_rows.typed_data()[0];
   step.row_seq = row_seq.typed_data(), step.row_slot = row_slot.typed_data(), step.row_start = row_start.typed_data();
   step.prefix_end = prefix_end.typed_data(), step.block_tables = tables.typed_data(), step.page_len = page_len.typed_data();
-  if (weighing.size() == 3) {
-    step.question_start = weighing.get<Numbers>(0)->typed_data();
-    step.temperature = weighing.get<Factors>(1)->typed_data(), step.chunk_scale = weighing.get<Factors>(2)->typed_data();
+  if (window) {
+    if (more.size() != 1) return ffi::Error::InvalidArgument("a window needs the positions of pages");
+    step.page_position = more.get<Numbers>(0)->typed_data();
+  } else if (more.size() == 3) {
+    step.question_start = more.get<Numbers>(0)->typed_data();
+    step.temperature = more.get<Factors>(1)->typed_data(), step.chunk_scale = more.get<Factors>(2)->typed_data();
   }
   step.scale = scale, step.window = window;
   XlaThreads threads(pool);

@@ -78,30 +78,35 @@ template <Format Q, Format C> struct Tiles {
   const Step &step;
   const Portion &portion;
   const State &state;
-  const int per_row, lines, padded_lines, dim, window, first, last;  // first and last: slots of the first and the last row
+  const int per_row, lines, padded_lines, dim, first;  // first: slot of the first row
   E *queries, *keys, *values, *weights;
   float *scores;
-  int32_t *own;
+  int32_t *own, *before;  // of each line: slot, and the last position before its window
+  int lowest = INT_MAX, highest = INT_MIN, nearest = INT_MAX;  // of `before`; smallest position of a tile's valid slots
   int64_t *places, *next;  // of the slots of a tile and of the tile after it; -1 where there is none
   int32_t valid[kTileSlots];  // -1 or 0
+  int32_t position[kTileSlots];  // of slots, under a window
 
   Tiles(const Step &step, const Portion &portion, const State &state)
       : step(step), portion(portion), state(state), per_row(step.lines_per_row()), lines(portion.rows * per_row),
         padded_lines((lines + kProductLines - 1) / kProductLines * kProductLines), dim(step.padded_dim()),
-        window(step.window ? step.window : INT_MAX), first(step.row_slot[portion.row]),
-        last(step.row_slot[portion.row + portion.rows - 1]) {
+        first(step.row_slot[portion.row]) {
     constexpr size_t tile = kTileSlots, block = kBlockOfLines * tile;
     Arena arena(Arena::bytes<E>(padded_lines * dim) + 2 * Arena::bytes<E>(tile * dim) + Arena::bytes<E>(block) +
-                Arena::bytes<float>(block) + Arena::bytes<int32_t>(padded_lines) + 2 * Arena::bytes<int64_t>(tile));
+                Arena::bytes<float>(block) + 2 * Arena::bytes<int32_t>(padded_lines) + 2 * Arena::bytes<int64_t>(tile));
     queries = arena.take<E>(padded_lines * dim);
     keys = arena.take<E>(tile * dim), values = arena.take<E>(tile * dim), weights = arena.take<E>(block);
     scores = arena.take<float>(block);
-    own = arena.take<int32_t>(padded_lines);
+    own = arena.take<int32_t>(padded_lines), before = arena.take<int32_t>(padded_lines);
     places = arena.take<int64_t>(tile), next = arena.take<int64_t>(tile);
     for (int line = 0; line < padded_lines; line++) {
       const bool used = line < lines;
       const int row = portion.row + (used ? line / per_row : 0);
       own[line] = used ? step.row_slot[row] : -1;
+      if (step.window) {
+        before[line] = step.position(step.row_seq[row], step.row_slot[row]) - step.window;
+        lowest = std::min(lowest, before[line]), highest = std::max(highest, before[line]);
+      }
       E *to = queries + int64_t(line) * dim;
       memset(to, 0, dim * sizeof(E));
       if (used) copy_query(row, portion.kv_head * per_row + line % per_row, to);
@@ -121,7 +126,8 @@ template <Format Q, Format C> struct Tiles {
     int count = find(portion.begin, places);
     for (int begin = portion.begin; begin < portion.end; begin += kTileSlots) {
       const int later = find(begin + kTileSlots, next);
-      if (count) one_tile(begin, std::min(begin + kTileSlots, portion.end), count);
+      const int end = std::min(begin + kTileSlots, portion.end);
+      if (count && (!step.window || place_in_window(begin, end) > lowest)) one_tile(begin, end, count);
       std::swap(places, next);
       count = later;
     }
@@ -137,9 +143,23 @@ template <Format Q, Format C> struct Tiles {
     return count;
   }
 
+  // Finds the positions of a tile's slots. Returns the largest of a valid one.
+  int place_in_window(int begin, int end) {
+    const int64_t row = int64_t(step.row_seq[portion.row]) * step.width;
+    int largest = INT_MIN;
+    nearest = INT_MAX;
+    for (int slot = begin; slot < end;) {
+      const int page = slot / step.block_size, base = page * step.block_size, at = step.page_position[row + page] - base;
+      const int written = std::min(base + step.page_len[row + page], end);
+      if (slot < written) nearest = std::min(nearest, at + slot), largest = std::max(largest, at + written - 1);
+      for (const int stop = std::min(base + step.block_size, end); slot < stop; slot++) position[slot - begin] = at + slot;
+    }
+    return largest;
+  }
+
   void one_tile(int begin, int end, int count) {
     const int padded = (end - begin + 31) / 32 * 32;
-    const bool all = end - 1 <= first && begin > last - window, full = all && count == padded;
+    const bool all = end - 1 <= first && (!step.window || nearest > highest), full = all && count == padded;
     for (int j = 0; j < padded; j++) valid[j] = places[j] >= 0 ? -1 : 0;
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
     if (lines <= kFewLines) {
@@ -174,7 +194,9 @@ template <Format Q, Format C> struct Tiles {
       int32_t visible[kTileSlots];
       for (int j = 0; j < padded && !all; j += kWidth) {
         const Ints slot = begin + j + read<Ints>(kCount);
-        write(visible + j, read<Ints>(valid + j) & (slot <= own[line]) & (slot > own[line] - window));
+        Ints shown = read<Ints>(valid + j) & (slot <= own[line]);
+        if (step.window) shown = shown & (read<Ints>(position + j) > before[line]);
+        write(visible + j, shown);
       }
       weigh<false>(row, weight, padded, all ? valid : visible, factor, state.maximum + line, state.total + line, to, dim);
     }

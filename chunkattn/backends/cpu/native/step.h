@@ -19,9 +19,13 @@ struct Step {
   const int32_t *prefix_end, *block_tables, *page_len;   // [S], [S, W], [S, W]
   const int32_t *question_start;                         // [S]; null in engines without a weighing
   const float *temperature, *chunk_scale;                // [S]
-  int window;                                            // 0: none
+  const int32_t *page_position;                          // [S, W]; null without a window
+  int window;                                            // in positions; 0: none
   float scale;
 
+  int position(int sequence, int slot) const {
+    return page_position[int64_t(sequence) * width + slot / block_size] + slot % block_size;
+  }
   int lines_per_row() const { return heads / kv_heads; }
   // Lines are padded to whole pairs of 16 values.
   int padded_dim() const { return (head_dim + 31) / 32 * 32; }
