@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GemmaConfig,
     GraniteConfig,
     LlamaConfig,
@@ -64,6 +65,15 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "qwen2-window": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
     "gemma": GemmaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "gemma3-window": Gemma3TextConfig(
+        **_SHAPE,
+        head_dim=32,
+        sliding_window=9,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        query_pre_attn_scalar=20,
+        final_logit_softcapping=3.0,
+        tie_word_embeddings=True,
+    ),
     "granite": GraniteConfig(
         **_SHAPE, embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.6, logits_scaling=1.7
     ),

@@ -111,6 +111,7 @@ class Runner:
         self._reads_at_once = (
             model.spec.num_labels is None
             and model.shards.size == 1
+            and model.spec.has_plain_logits
             and not isinstance(model.head, Packed)
             and label_readout.serves(model.head)
         )

@@ -81,7 +81,11 @@ class Decoder:
         if self.spec.num_labels is not None:
             return multiply(hidden, self.weights[CLASSES])
         logits = self.shards.gather(multiply(hidden, self.head), self.spec.vocab_size)
-        return logits if self.spec.logit_scale == 1 else logits * self.spec.logit_scale
+        if self.spec.logit_scale != 1:
+            logits = logits * self.spec.logit_scale
+        if (cap := self.spec.logit_cap) is not None:
+            logits = jnp.tanh(logits / cap) * cap
+        return logits
 
     def _attention(
         self,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from chunkattn.errors import ModelError
-from chunkattn.models.spec import AFTER, Attention, DecoderSpec, LayerSpec, Mlp
+from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, LayerSpec, Mlp
 from chunkattn.rope.rotary import make_rotary
 
 if TYPE_CHECKING:
@@ -56,6 +56,18 @@ def _gemma(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     return replace(spec, norm_offset=1.0, embedding_scale=config.hidden_size**0.5)
 
 
+def _gemma3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Add norms behind attention and MLP, a scale of the scores, and a cap of the logits."""
+    if config.attn_logit_softcapping is not None:
+        raise _wrong(f"attn_logit_softcapping {config.attn_logit_softcapping!r} is not supported")
+    scale = _factor(config, "query_pre_attn_scalar") ** -0.5
+    cap = None if config.final_logit_softcapping is None else _factor(config, "final_logit_softcapping")
+    return replace(
+        _gemma(config, spec).map(lambda layer: replace(layer, norms=AROUND, mixer=replace(layer.mixer, scale=scale))),
+        logit_cap=cap,
+    )
+
+
 def _granite(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     """Scale embeddings, scores, residuals and logits."""
     residual, scale = _factor(config, "residual_multiplier"), _factor(config, "attention_multiplier")
@@ -96,6 +108,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, None, "layer_types"),
     "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, "head", "layer_types"),
     "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
+    "gemma3_text": Family("Gemma 3", ("Gemma3", "Gemma3Text"), None, None, False, "head", "layer_types", False, deltas=_gemma3),
     "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),
     "olmo2": Family("OLMo 2", ("Olmo2",), None, None, False, "whole", "none", deltas=_olmo2),
     "phi3": Family("Phi-3/4-mini", ("Phi3",), False, False, False, None, "all", partial_rotary=True, deltas=_phi3),
@@ -136,26 +149,31 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         raise _wrong(f"rms_norm_eps must be a finite number that is not negative, got {epsilon!r}")
     # transformers reads `original_max_position_embeddings` beside the RoPE parameters only when a model is built.
     config.standardize_rope_params()
-    limit = config.max_position_embeddings
-    rotary = make_rotary(config.rope_parameters, head_dim, limit, max_model_len or limit, partial=family.partial_rotary)
-    limit = _max_model_len(config)  # the parameters have been checked
+    ropes, limit = _rope_parameters(config), config.max_position_embeddings
+    rotaries = {
+        kind: make_rotary(rope, head_dim, limit, max_model_len or limit, partial=family.partial_rotary)
+        for kind, rope in ropes.items()
+    }
+    limit = _max_model_len(config, ropes[_FULL])  # the parameters have been checked
     attention = Attention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
         head_dim=head_dim,
         scale=head_dim**-0.5,
-        rotary=rotary,
+        rotary=None,
         qkv_bias=_decided(family.qkv_bias, config, "attention_bias"),
         o_bias=_decided(family.o_bias, config, "attention_bias"),
         qk_norm=family.qk_norm,
     )
-    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), _ACTIVATIONS[config.hidden_act])
-    windows = _windows(family, config, limit)
+    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), _ACTIVATIONS[_activation(config)])
+    kinds, window = _layer_kinds(family, config, limit)
+    mixers = {_FULL: replace(attention, rotary=rotaries[_FULL])}
+    mixers[_WINDOWED] = replace(attention, rotary=rotaries[_WINDOWED], window=window)
     spec = DecoderSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        layers=tuple(LayerSpec(replace(attention, window=window), mlp) for window in windows),
+        layers=tuple(LayerSpec(mixers[kind], mlp) for kind in kinds),
         norm_eps=epsilon,
         tie_embeddings=bool(config.tie_word_embeddings),
         max_model_len=limit,
@@ -215,9 +233,9 @@ def unsupported(what: str) -> ModelError:
 
 def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) -> None:
     """Raise if a key that every class of transformers obeys asks for something that the decoder does not compute."""
-    if config.hidden_act not in _ACTIVATIONS:
+    if _activation(config) not in _ACTIVATIONS:
         raise ModelError(
-            f"hidden_act {config.hidden_act!r} is not supported by {architecture}; only {', '.join(_ACTIVATIONS)} are"
+            f"hidden_act {_activation(config)!r} is not supported by {architecture}; only {', '.join(_ACTIVATIONS)} are"
         )
     for key in ("quantization_config", "quantization"):  # the second is MLX's
         if getattr(config, key, None):
@@ -234,28 +252,38 @@ def _decided(by_family: bool | None, config: PretrainedConfig, key: str) -> bool
     return bool(getattr(config, key, False)) if by_family is None else by_family
 
 
-def _windows(family: Family, config: PretrainedConfig, max_model_len: int) -> tuple[int | None, ...]:
-    """Return the sliding window of each layer. A window of all positions of the model is none."""
+def _activation(config: PretrainedConfig) -> str:
+    """Return the name of the MLP's activation, for which Gemma 3 has another key."""
+    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+
+
+def _rope_parameters(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
+    """Return the parameters of the rotary embedding of each kind of layer, which most families have in common."""
+    parameters = config.rope_parameters
+    if _FULL in parameters:
+        return {kind: parameters[kind] for kind in (_FULL, _WINDOWED)}
+    return {_FULL: parameters, _WINDOWED: parameters}
+
+
+def _layer_kinds(family: Family, config: PretrainedConfig, max_model_len: int) -> tuple[list[str], int | None]:
+    """Return the kind of each layer, and the window of those with one. A window of all positions of the model is none."""
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     if family.windows == "none" or (family.windows == "all" and window is None):
-        return (None,) * layers
-    types = [_WINDOWED] * layers if family.windows == "all" else config.layer_types
-    if unknown := sorted(set(types) - {_FULL, _WINDOWED}):
+        return [_FULL] * layers, None
+    kinds = [_WINDOWED] * layers if family.windows == "all" else list(config.layer_types)
+    if unknown := sorted(set(kinds) - {_FULL, _WINDOWED}):
         raise ModelError(f"layer type {unknown[0]!r} is not supported by {family.name}")
-    if len(types) != layers:
-        raise _wrong(f"layer_types has {len(types)} entries for {layers} layers")
-    if _WINDOWED not in types:
-        return (None,) * layers
+    if len(kinds) != layers:
+        raise _wrong(f"layer_types has {len(kinds)} entries for {layers} layers")
+    if _WINDOWED not in kinds:
+        return kinds, None
     if not isinstance(window, int) or window < 1:
         raise _wrong(f"layers with sliding_attention need a sliding_window, got {window!r}")
-    if window >= max_model_len:
-        return (None,) * layers
-    return tuple(window if kind == _WINDOWED else None for kind in types)
+    return kinds, None if window >= max_model_len else window
 
 
-def _max_model_len(config: PretrainedConfig) -> int:
+def _max_model_len(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
     """Return the positions that the checkpoint supports. A scaling factor counts if it extends the configured length."""
-    rope = config.rope_parameters
     length = int(config.max_position_embeddings)
     if rope.get("rope_type") == "linear":
         return int(length * rope["factor"])

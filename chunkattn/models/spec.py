@@ -35,6 +35,8 @@ BEFORE = Norms("input_layernorm", None, "post_attention_layernorm", None)
 """Norms of what the two halves read, as in Llama."""
 AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 """Norms of what the two halves return, as in OLMo 2."""
+AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+"""Norms of both, as in Gemma 3."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,7 @@ class DecoderSpec:
         norm_offset: number added to the weights of norms.
         embedding_scale: factor of the embeddings, rounded to the dtype of the parameters.
         logit_scale: factor of a language model's logits.
+        logit_cap: bound of a language model's logits, which a tanh reaches slowly; None for none.
         fused: whether checkpoints store the projections of one input as one tensor: `qkv_proj`, `gate_up_proj`.
     """
 
@@ -166,6 +169,7 @@ class DecoderSpec:
     norm_offset: float = 0.0
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: float | None = None
     fused: bool = False
 
     @property
@@ -182,6 +186,11 @@ class DecoderSpec:
     def sliding_window(self) -> int | None:
         """Return the checkpoint's sliding window in tokens, or None if no layer has a sliding window."""
         return next((w for w in self.windows if w is not None), None)
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """Return whether the logits are the products with the head, as they are."""
+        return self.logit_scale == 1 and self.logit_cap is None
 
     @property
     def heads(self) -> tuple[int, int, int]:
