@@ -30,7 +30,7 @@ _DECODES = 2
 _SLOTS, _PARTS = 512, 5
 """Bounds of the slots of a prompt without holes, and of its parts."""
 _WINDOW = 96
-"""Largest sliding window that is compared, in tokens, so that prompts exceed it."""
+"""Largest sliding window that is compared, in positions, so that prompts exceed it."""
 
 _LONGEST_ERROR = 500
 """Characters of a compiler's error that are kept."""
