@@ -158,7 +158,10 @@ template <class L> inline void unpack(const uint8_t *from, int lane, Codes (&cod
   }
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
-    const Codes both = read<Codes>(from + j * 64 + at);
+    Codes both = read<Codes>(from + j * 64 + at);
+#ifdef __AVX512F__
+    asm("" : "+v"(both));  // else GCC loads it twice, and each load crosses two lines
+#endif
     codes[j] = both & splat_code(15), codes[j + 4] = (Codes)((Pairs)both >> 4) & splat_code(15);
   }
   if constexpr (L::kTable) {
