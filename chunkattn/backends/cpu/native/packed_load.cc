@@ -85,7 +85,8 @@ template <class L> struct Source {
 template <class L> struct SourceOfFactors {
   static constexpr int kFifths = 16, kCodesAt = kFifths + (L::kBits == 5 ? 32 : 0), kBytes = kCodesAt + 128;
   static bool put_piece(const uint8_t *from, uint8_t *piece, int lane) {
-    const bool finite = copy_half(from, piece + lane * 2) & copy_half(from + 2, piece + 32 + lane * 2);
+    bool finite = copy_half(from, piece + lane * 2);
+    finite &= copy_half(from + 2, piece + 32 + lane * 2);
     const uint8_t *six = from + 4;
     for (int block = 0; block < 8; block++) {
       uint8_t *factors = piece + L::kFactors + block * 32 + lane, *codes = piece + L::kHead + block * L::kCodes;
