@@ -15,10 +15,16 @@ from chunkattn.backends.cpu.build import LIBRARY, sources_digest
 from chunkattn.errors import BackendError
 
 ATTENTION = "chunkattn_attention"
+ATTEND_HEADS = "chunkattn_attend_heads"
+GATE = "chunkattn_gate"
+LARGEST = "chunkattn_largest"
 MULTIPLY = "chunkattn_multiply"
+MULTIPLY_SEVERAL = "chunkattn_multiply_several"
+NORM = "chunkattn_norm"
 NORMALISE = "chunkattn_normalise"
 READ = "chunkattn_read"
-"""Names of the operators in XLA programs. The library has each without the underscore, its two words capitalised."""
+"""Names of the operators in XLA programs. The library has each without underscores, its words capitalised."""
+_OPERATORS = (ATTENTION, ATTEND_HEADS, GATE, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ)
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""
 BUILD_HINT = "with a C++ compiler, `python -m chunkattn.backends.cpu.build` makes it"
@@ -51,8 +57,7 @@ def _register() -> ctypes.CDLL:
     library = ctypes.cdll.LoadLibrary(str(LIBRARY))
     try:
         texts = library.chunkattn_use, library.chunkattn_kernel, library.chunkattn_sources
-        names = (ATTENTION, MULTIPLY, NORMALISE, READ)
-        handlers = {name: getattr(library, name.title().replace("_", "")) for name in names}
+        handlers = {name: getattr(library, name.title().replace("_", "")) for name in _OPERATORS}
     except AttributeError as error:
         raise BackendError(f"{LIBRARY.name} is older than the package; {BUILD_HINT}") from error
     for function in texts:
