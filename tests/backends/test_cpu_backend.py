@@ -112,7 +112,7 @@ def test_neighbours_and_spans_change_no_bit(kernel, dtype):
 
 
 def _check_program(folder, *flags):
-    objects = build.objects(build.compiler(), folder, ("attention", "dispatch"), (*build.FLAGS, "-g", *flags))
+    objects = build.objects(build.compiler(), folder, build.PARTS, (*build.FLAGS, "-g", *flags))
     program = folder / "check"
     source = Path(__file__).with_name("cpu_check.cc")
     command = [

@@ -15,13 +15,23 @@ static XLA_FFI_Error *handle(XLA_FFI_CallFrame *frame) {
 
 extern "C" {
 XLA_FFI_Error *ChunkattnAttention(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnAttendHeads(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnGate(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnLargest(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnNorm(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnMultiplySeveral(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnMultiply(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnPackedMultiply(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnPackedGather(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnNormalise(XLA_FFI_CallFrame *frame) { return handle(frame); }
 #ifndef OLD
 XLA_FFI_Error *ChunkattnRead(XLA_FFI_CallFrame *frame) { return handle(frame); }
 #endif
 const char *chunkattn_use(const char *) { return nullptr; }
 const char *chunkattn_kernel() { return "amx"; }
+const char *chunkattn_packed_kernel() { return "portable"; }
+bool chunkattn_pack() { return false; }
+void chunkattn_quantize_q8_0() {}
 #ifdef BROKEN
 int of_no_library();
 const char *chunkattn_sources() { return of_no_library() ? SOURCES : nullptr; }

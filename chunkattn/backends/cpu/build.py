@@ -35,6 +35,23 @@ KERNELS = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
 }
 """Compiler flags of each kernel for x86-64; other processors get the portable kernel alone."""
+PARTS = ("attention", "dispatch", "packed", "packed_load")
+"""Sources of every program that calls the kernels, without `.cc`."""
+_NO_CONTRACTION = ("-ffp-contract=off",)
+"""Products of packed weights round at the same places in every kernel."""
+PACKED_KERNELS = {
+    "portable": _NO_CONTRACTION,
+    "avx2": (*_NO_CONTRACTION, *_AVX2),
+    "avx512": (
+        *_NO_CONTRACTION,
+        *_AVX2,
+        *(f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "vnni")),
+        "-mprefer-vector-width=512",
+    ),
+}
+"""Compiler flags of each kernel of packed weights for x86-64."""
+ARM_PACKED_KERNELS = {"portable": _NO_CONTRACTION, "neon": (*_NO_CONTRACTION, "-march=armv8.2-a+dotprod")}
+"""Compiler flags of each kernel of packed weights for 64-bit ARM."""
 
 
 class BuildError(Exception):
@@ -49,7 +66,18 @@ def compiler() -> str | None:
 
 def kernels() -> dict[str, tuple[str, ...]]:
     """Return the kernels for this machine's processor family, with their flags."""
-    return KERNELS if platform.machine().lower() in ("x86_64", "amd64") else {"portable": ()}
+    return KERNELS if _is_x86() else {"portable": ()}
+
+
+def packed_kernels() -> dict[str, tuple[str, ...]]:
+    """Return the kernels of packed weights for this machine's processor family, with their flags."""
+    if _is_x86():
+        return PACKED_KERNELS
+    return ARM_PACKED_KERNELS if platform.machine().lower() in ("aarch64", "arm64") else {"portable": _NO_CONTRACTION}
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64")
 
 
 def sources_digest() -> str:
@@ -57,7 +85,7 @@ def sources_digest() -> str:
     files = sorted(file for file in SOURCES.glob("*") if file.suffix in (".cc", ".h"))
     if not files:
         return ""
-    digest = hashlib.sha256(repr((FLAGS, KERNELS)).encode())
+    digest = hashlib.sha256(repr((FLAGS, KERNELS, PACKED_KERNELS, ARM_PACKED_KERNELS)).encode())
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
@@ -88,8 +116,10 @@ def objects(cxx: str, folder: Path, names: tuple[str, ...], flags: tuple[str, ..
         BuildError: the compiler refuses a file; the message is its own.
     """
     jobs = [("kernel", name, extra) for name, extra in kernels().items()]
+    jobs += [("packed_kernel", f"packed_{name}", extra) for name, extra in packed_kernels().items()]
     for_ffi = ("-isystem", str(ffi_headers()), f'-DCHUNKATTN_SOURCES="{sources_digest()}"') if "ffi" in names else ()
-    jobs += [(name, name, for_ffi if name == "ffi" else ()) for name in names]
+    own = {"ffi": for_ffi, "packed": _NO_CONTRACTION, "packed_load": _NO_CONTRACTION}
+    jobs += [(name, name, own.get(name, ())) for name in names]
 
     def one(job: tuple[str, str, tuple[str, ...]]) -> Path:
         source, name, extra = job
@@ -115,7 +145,7 @@ def build(to: Path = LIBRARY) -> Path:
         raise BuildError("there is no C++ compiler; install g++ or clang++, or name one in CXX")
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:
         made = Path(folder) / to.name
-        files = objects(cxx, Path(folder), ("attention", "dispatch", "ffi"))
+        files = objects(cxx, Path(folder), (*PARTS, "ffi"))
         runtime = () if sys.platform == "darwin" else ("-static-libstdc++", "-static-libgcc", "-Wl,--strip-all")
         _run([*shlex.split(cxx), "-shared", "-pthread", *runtime, *map(str, files), "-o", str(made)])
         try:

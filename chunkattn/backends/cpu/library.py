@@ -23,8 +23,13 @@ MULTIPLY_SEVERAL = "chunkattn_multiply_several"
 NORM = "chunkattn_norm"
 NORMALISE = "chunkattn_normalise"
 READ = "chunkattn_read"
+PACKED_MULTIPLY = "chunkattn_packed_multiply"
+PACKED_GATHER = "chunkattn_packed_gather"
 """Names of the operators in XLA programs. The library has each without underscores, its words capitalised."""
-_OPERATORS = (ATTENTION, ATTEND_HEADS, GATE, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ)
+_OPERATORS = (
+    *(ATTENTION, ATTEND_HEADS, GATE, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ),
+    *(PACKED_MULTIPLY, PACKED_GATHER),
+)
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""
 BUILD_HINT = "with a C++ compiler, `python -m chunkattn.backends.cpu.build` makes it"
@@ -56,8 +61,10 @@ def _register() -> ctypes.CDLL:
         raise BackendError(f"chunkattn was installed without its native library; {BUILD_HINT}")
     library = ctypes.cdll.LoadLibrary(str(LIBRARY))
     try:
-        texts = library.chunkattn_use, library.chunkattn_kernel, library.chunkattn_sources
+        texts = library.chunkattn_use, library.chunkattn_kernel, library.chunkattn_packed_kernel, library.chunkattn_sources
         handlers = {name: getattr(library, name.title().replace("_", "")) for name in _OPERATORS}
+        library.chunkattn_pack.restype = ctypes.c_bool
+        library.chunkattn_quantize_q8_0.restype = None
     except AttributeError as error:
         raise BackendError(f"{LIBRARY.name} is older than the package; {BUILD_HINT}") from error
     for function in texts:
@@ -97,3 +104,21 @@ def kernel_name() -> str | None:
     """Return the name of the kernel in use, or None where the operators cannot run."""
     library = _loaded()
     return None if isinstance(library, str) else library.chunkattn_kernel().decode()
+
+
+def packed_kernel_name() -> str | None:
+    """Return the name of the kernel of packed weights in use, or None where the operators cannot run."""
+    library = _loaded()
+    return None if isinstance(library, str) else library.chunkattn_packed_kernel().decode()
+
+
+def functions() -> ctypes.CDLL:
+    """Return the library, for its functions outside of XLA programs.
+
+    Raises:
+        BackendError: the operators cannot run in this process.
+    """
+    library = _loaded()
+    if isinstance(library, str):
+        raise BackendError(library)
+    return library

@@ -2,10 +2,14 @@
 #include <cstring>
 
 #include "attention.h"
+#include "packed.h"
 #ifdef __x86_64__
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace chunkattn {
@@ -19,6 +23,10 @@ bool runs_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_suppor
 bool runs_avx512_bf16() {
   return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+}
+bool runs_avx512_vnni() {
+  return runs_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 bool runs_amx() {
   unsigned a, b, c, d;
@@ -46,7 +54,35 @@ const struct {
     {kPortable, always},
 };
 
+#ifdef __aarch64__
+bool runs_dot_products() {
+#ifdef __linux__
+  return getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+  return true;
+#endif
+}
+#endif
+
 }  // namespace
+
+const PackedKernel &best_packed_kernel() {
+#ifdef __x86_64__
+  return runs_avx512_vnni() ? kPackedAvx512 : runs_avx2() ? kPackedAvx2 : kPackedPortable;
+#elif defined(__aarch64__)
+  return runs_dot_products() ? kPackedNeon : kPackedPortable;
+#else
+  return kPackedPortable;
+#endif
+}
+
+const PackedKernel &packed_kernel_of(const Kernel &named) {
+  if (&named == &kPortable) return kPackedPortable;
+#ifdef __x86_64__
+  if (&named == &kAvx2) return kPackedAvx2;
+#endif
+  return best_packed_kernel();
+}
 
 const Kernel *best_kernel() {
   for (const auto &entry : kKernels)

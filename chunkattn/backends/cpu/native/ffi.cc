@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "packed.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
@@ -13,10 +14,16 @@ namespace chunkattn {
 namespace {
 
 std::atomic<const Kernel *> chosen{nullptr};
+std::atomic<const PackedKernel *> chosen_packed{nullptr};
 
 const Kernel &current() {
   const Kernel *kernel = chosen.load(std::memory_order_relaxed);
   return kernel ? *kernel : *best_kernel();
+}
+
+const PackedKernel &current_packed() {
+  const PackedKernel *kernel = chosen_packed.load(std::memory_order_relaxed);
+  return kernel ? *kernel : best_packed_kernel();
 }
 
 class XlaThreads : public Threads {
@@ -32,6 +39,7 @@ class XlaThreads : public Threads {
 using Buffer = ffi::AnyBuffer;
 using Numbers = ffi::Buffer<ffi::S32>;
 using Factors = ffi::Buffer<ffi::F32>;
+using Codes = ffi::Buffer<ffi::U8>;
 
 // Sets `format` to that of a buffer; false for other types.
 bool find_format(const Buffer &buffer, Format *format) {
@@ -185,6 +193,35 @@ ffi::Error normalise_rows(ffi::ThreadPool pool, Factors logits, ffi::Result<Fact
   return ffi::Error::Success();
 }
 
+// Products of the same rows with one or several packed weights.
+ffi::Error multiply_packed(ffi::ThreadPool pool, Factors x, ffi::RemainingArgs data, ffi::RemainingRets out,
+                           ffi::Span<const int32_t> packings, int32_t digits) {
+  const int rows = int(x.dimensions()[0]), depth = int(x.dimensions()[1]);
+  std::vector<PackedWeight> weights;
+  for (size_t i = 0; i < data.size(); i++) {
+    const auto from = data.get<Codes>(i);
+    auto to = out.get<Factors>(i);
+    if (!from || !to) return ffi::Error::InvalidArgument("packed weights are uint8, and their products float32");
+    const Packing packing = Packing(packings[i]);
+    const int outputs = int((*to)->dimensions()[1]);
+    if (packed_bytes(packing, outputs, depth) != int64_t(from->element_count()))
+      return ffi::Error::InvalidArgument("a packed weight has another number of bytes than its shape takes");
+    weights.push_back({packing, from->typed_data(), outputs, (*to)->typed_data()});
+  }
+  XlaThreads threads(pool);
+  multiply(x.typed_data(), rows, depth, digits, weights.data(), int(weights.size()), current_packed(), threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error gather_packed(ffi::ThreadPool pool, Codes data, Numbers ids, ffi::Result<Factors> out, int32_t packing, int32_t outputs) {
+  const int depth = int(out->dimensions()[1]);
+  if (packed_bytes(Packing(packing), outputs, depth) != int64_t(data.element_count()))
+    return ffi::Error::InvalidArgument("a packed weight has another number of bytes than its shape takes");
+  XlaThreads threads(pool);
+  gather(Packing(packing), data.typed_data(), outputs, depth, ids.typed_data(), int(ids.element_count()), out->typed_data(), threads);
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace chunkattn
 
@@ -272,16 +309,50 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnRead, chunkattn::read_rows,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
 
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnPackedMultiply, chunkattn::multiply_packed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<chunkattn::Factors>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int32_t>>("packings")
+                                  .Attr<int32_t>("digits"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnPackedGather, chunkattn::gather_packed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<chunkattn::Codes>()
+                                  .Arg<chunkattn::Numbers>()
+                                  .Ret<chunkattn::Factors>()
+                                  .Attr<int32_t>("packing")
+                                  .Attr<int32_t>("outputs"));
+
 // Uses the kernel called `name`, or the best one if `name` is empty. Returns null, or why it cannot.
 extern "C" const char *chunkattn_use(const char *name) {
   const char *why = nullptr;
   const chunkattn::Kernel *kernel = *name ? chunkattn::kernel_named(name, &why) : chunkattn::best_kernel();
-  if (kernel) chunkattn::chosen.store(kernel);
+  if (kernel) chunkattn::chosen.store(kernel), chunkattn::chosen_packed.store(*name ? &chunkattn::packed_kernel_of(*kernel) : nullptr);
   return why;
 }
 
 extern "C" const char *chunkattn_kernel() {
   return chunkattn::current().name;
+}
+
+extern "C" const char *chunkattn_packed_kernel() {
+  return chunkattn::current_packed().name;
+}
+
+extern "C" int64_t chunkattn_packed_bytes(int packing, int outputs, int depth) {
+  return chunkattn::packed_bytes(chunkattn::Packing(packing), outputs, depth);
+}
+
+extern "C" bool chunkattn_pack(int packing, const uint8_t *rows, int64_t stride, int outputs, int depth, uint8_t *to, int threads) {
+  return chunkattn::pack(chunkattn::Packing(packing), rows, stride, outputs, depth, to, threads);
+}
+
+extern "C" void chunkattn_quantize_q8_0(const void *from, bool bf16, int64_t blocks, uint8_t *to, int threads) {
+  chunkattn::quantize_q8_0(from, bf16, blocks, to, threads);
 }
 
 // Digest of the sources that the library was compiled from (`build.sources_digest`).
