@@ -157,7 +157,8 @@ def decoder(model: str, layers: int | None = None) -> Decoder:
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
     spec = spec_from_config(config)
-    return Decoder(spec, {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in spec.parameters().items()})
+    dtype = jnp.dtype("bfloat16")
+    return Decoder(spec, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in spec.parameters().items()}, dtype)
 
 
 def planned(model: str, memory_bytes: int, config: EngineConfig | None = None, size: int = 1) -> Plan:

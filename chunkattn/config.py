@@ -21,6 +21,14 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 GENERATION_AUTO, GENERATION_NONE = "auto", ("none", "vllm")
 """Values of `generation_config`: the model's sampling defaults, or none; vLLM writes "vllm" for none."""
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "dtype": DTYPES,
+    "weights": ("auto", "packed", "dequantized"),
+    "activations": ("int16", "int8"),
+    "quantization": (None, "int8"),
+    "kv_cache_dtype": KV_CACHE_DTYPES,
+}
+"""Values of the options that have few."""
 
 # Limits on the lists of a request, checked before any work per entry.
 MAX_STOP_STRINGS = 64
@@ -48,6 +56,11 @@ class EngineConfig:
             (`generation_config.json`, or the metadata of a GGUF file), `"none"` takes those of `SamplingParams`, and a folder
             takes those of its `generation_config.json`.
         dtype: dtype of weights, activations and KV: `"auto"` (the checkpoint's own), `"float32"`, `"bfloat16"` or `"float16"`.
+        weights: `"packed"` multiplies the blocks of a quantised GGUF file as they are, on CPUs; `"dequantized"` casts every
+            weight to `dtype` at the load. `"auto"` packs what it can on CPUs, unless `dtype` is float32.
+        activations: integers that the rows become in products with packed weights: `"int16"`, or `"int8"`, which is faster for
+            many rows and less exact.
+        quantization: `"int8"` rounds the matrices of an unquantised checkpoint to packed blocks of 8 bits at the load, on CPUs.
         attention_backend: name of a registered attention backend: `"cpu"`, `"pallas_gpu"`, `"pallas_tpu"`, `"xla"`,
             `"reference"` or another one; `"auto"` chooses by platform, and compares a kernel for GPUs or TPUs with `xla` first.
         max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
@@ -128,6 +141,9 @@ class EngineConfig:
     skip_tokenizer_init: bool = False
     generation_config: str = "auto"
     dtype: str = "auto"
+    weights: str = "auto"
+    activations: str = "int16"
+    quantization: str | None = None
     attention_backend: str = "auto"
     max_logprobs: int = 20
     seed: int = 0
@@ -183,9 +199,11 @@ class EngineConfig:
             least = option.name not in _MAY_BE_ZERO
             if option.kind is int and value is not None and value < least and option.name not in _CALIBRATED:
                 raise ConfigError(f"{option.name} must be at least {least:d}, got {value}")
-        for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+        for name, known in _CHOICES.items():
             if (value := getattr(self, name)) not in known:
-                raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(known)}")
+                raise ConfigError(f"{name} {value!r} is unknown; choose one of {', '.join(filter(None, known))}")
+        if self.quantization is not None and self.weights == "dequantized":
+            raise ConfigError(f"quantization={self.quantization!r} packs the weights, and weights='dequantized' packs none")
         for name, value in checked(self._calibrated).items():
             object.__setattr__(self, name, value)
         if self.chunk_position_gap and self.position_strategy != "shared":

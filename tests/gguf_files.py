@@ -98,8 +98,11 @@ class Written:
         config: its Hugging Face configuration.
     """
 
-    def __init__(self, path, config, kind=Kind.F16, change=lambda writer: None, tensors=None, **options):
-        """`change` gets the writer before the file is written; `tensors` are written beside the model's or instead."""
+    def __init__(self, path, config, kind=Kind.F16, change=lambda writer: None, tensors=None, kinds=None, **options):
+        """`change` gets the writer before the file is written; `tensors` are written beside the model's or instead.
+
+        `kinds` are types of tensors other than `kind`, by the part of the name before `.weight` and behind the layer.
+        """
         torch.manual_seed(0)
         rng = np.random.default_rng(0)
         self.path, self.config, self.kind = path, config, kind
@@ -137,12 +140,13 @@ class Written:
         for name, value in {**written, **(tensors or {})}.items():
             if value is None:
                 continue
+            of = (kinds or {}).get(name.removesuffix(".weight").split(".")[-1], kind)
             if value.ndim == 1:
                 writer.add_tensor(name, value)
-            elif kind in HALVES:
-                writer.add_tensor(name, random_blocks(rng, value.shape, kind), raw_dtype=kind)
+            elif of in HALVES:
+                writer.add_tensor(name, random_blocks(rng, value.shape, of), raw_dtype=of)
             else:
-                writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+                writer.add_tensor(name, gguf.quants.quantize(value, of), raw_dtype=of)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()

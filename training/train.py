@@ -201,7 +201,8 @@ def main() -> None:
     config = demo_config(len(sampler.tokenizer))
     config.save_pretrained(args.out)
     spec = spec_from_config(config)
-    params = random_decoder(spec, jnp.dtype("float32"), args.seed).weights
+    dtype = jnp.dtype("float32")
+    params = random_decoder(spec, dtype, args.seed).weights
     print(f"{sum(p.size for p in params.values()):,} parameters", flush=True)
     steps = sum(int(s.steps * args.scale) for s in CURRICULUM)
     schedule = optax.warmup_cosine_decay_schedule(0.0, args.learning_rate, 200, steps, args.learning_rate / 50)
@@ -210,7 +211,7 @@ def main() -> None:
 
     @partial(jax.jit, donate_argnums=(0, 1))
     def step(params, state, batch):
-        loss, grads = jax.value_and_grad(lambda p: loss_fn(Decoder(spec, p), batch))(params)
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(Decoder(spec, p, dtype), batch))(params)
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, loss
 
@@ -224,7 +225,7 @@ def main() -> None:
             print(json.dumps({"step": number, "of": steps, "loss": round(mean, 4), "s": seconds}), flush=True)
             losses = []
         if number % 500 == 0 or number == steps:
-            save_weights(Decoder(spec, params), args.out)
+            save_weights(Decoder(spec, params, dtype), args.out)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,12 @@ DOCUMENTS = ("Ada lives in Rome.", "Ben lives in Oslo.", "Cleo lives in Lima.")
 QUESTION = "Where does Ben live?"
 KV_BYTES = 1 << 26
 """Bytes of the demo model's K/V. Two engines follow each other, and by default the first would take all memory."""
+PACKED_SHAPE, PACKED_TOLERANCES = (64, 1024), {1: 2e-2, 2: 2e-4}
+"""Outputs and depth of packed weights, and the largest root mean square error by the bytes of an activation."""
+ATTENTION_REMEDY = (
+    "[red]The attention of this device is wrong.[/] Use attention_backend='xla' or 'reference' until it is mended."
+)
+PACKED_REMEDY = "[red]The products with packed weights are wrong.[/] Use weights='dequantized' until they are mended."
 TOLERANCE = 1e-3
 """Largest difference of the demo model's scores between two backends, in float32."""
 
@@ -42,7 +49,8 @@ TOLERANCE = 1e-3
 def check(backend: str = "auto", cases: int = 3) -> None:
     """Compare the attention that this device would run with the reference, then answer and score with the demo model.
 
-    The verdicts follow by which engines with `auto` took or left a kernel on this device.
+    On CPUs, products with packed weights are compared as well. The verdicts follow by which engines with `auto` took or left a
+    kernel on this device.
 
     Args:
         backend: `auto`, or the backend to check.
@@ -50,10 +58,13 @@ def check(backend: str = "auto", cases: int = 3) -> None:
     """
     began = time.perf_counter()
     failures = [*_kernels(backend, cases), *_demo(backend), *_verdicts()]
+    wrong = _packed()
     console.print(f"{time.perf_counter() - began:.0f} s")
-    if failures:
-        console.print("[red]The attention of this device is wrong.[/] Use attention_backend='xla' or 'reference' until it is")
-        console.print("mended, and report the lines above with these:")
+    if failures or wrong:
+        for what, remedy in ((failures, ATTENTION_REMEDY), (wrong, PACKED_REMEDY)):
+            if what:
+                console.print(remedy)
+        console.print("Report the lines above with these:")
         print_lines(f"  {name}: {value}" for name, value in environment())
         sys.exit(1)
     console.print("[green]All is right.[/]")
@@ -107,6 +118,59 @@ def _demo(backend: str) -> list[str]:
     if right:
         return []
     return [f"demo model: {answers[0]!r} instead of {answers[1]!r}, scores differ by {difference:.1e}"]
+
+
+def _packed() -> list[str]:
+    """Compare products with packed weights with those of the values that the gguf package reads, and return the failures."""
+    from chunkattn.backends.cpu import packed
+
+    rng, failures = np.random.default_rng(0), []
+    x = rng.standard_normal((40, PACKED_SHAPE[1]), np.float32)
+    for name in packed.FORMATS:
+        if (reason := packed.refusal(name, *PACKED_SHAPE)) is not None:
+            console.print(f"  left out: packed {name}: {reason}", markup=False)
+            continue
+        for digits, allowed in PACKED_TOLERANCES.items():
+            error, agree = _packed_error(name, digits, x, rng)
+            text = f"packed {name} times int{8 * digits}: relative error {error:.1e} of {allowed:.0e} allowed"
+            if agree and error <= allowed:
+                console.print(f"  [green]right[/] {text}")
+            else:
+                failures.append(text if agree else f"{text}; a row alone has other bits")
+                console.print(f"  [red]wrong[/] {failures[-1]}")
+    return failures
+
+
+def _packed_error(name: str, digits: int, x: np.ndarray, rng: np.random.Generator) -> tuple[float, bool]:
+    """Return the error of products with a random packed weight, and whether rows alone have the bits of all rows.
+
+    Args:
+        name: format of the weight.
+        digits: bytes of an activation.
+        x: float32 `[N, depth]`.
+        rng: random numbers.
+
+    Returns:
+        Root mean square of the differences from float64 products, divided by that of the products.
+    """
+    import jax
+    import jax.numpy as jnp
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    from chunkattn.backends.cpu import packed
+
+    kind, (outputs, depth) = GGMLQuantizationType[name], PACKED_SHAPE
+    block, size = GGML_QUANT_SIZES[kind]
+    # The mask keeps every scale below 1.
+    blocks = rng.integers(0, 256, (outputs, depth // block * size), np.uint8) & np.uint8(0x3B)
+    data = np.zeros(packed.FORMATS[name].packed_bytes(outputs, depth), np.uint8)
+    packed.pack(name, blocks, data)
+    product = jax.jit(partial(packed.multiply, format=name, outputs=outputs, digits=digits))
+    found = np.asarray(product(jnp.asarray(x), jnp.asarray(data)))
+    exact = x.astype(np.float64) @ dequantize(blocks, kind).astype(np.float64).T
+    agree = all(np.array_equal(product(jnp.asarray(x[n : n + 1]), jnp.asarray(data))[0], found[n]) for n in range(2))
+    return float(np.sqrt(np.square(found - exact).mean() / np.square(exact).mean())), agree
 
 
 def _verdicts() -> list[str]:

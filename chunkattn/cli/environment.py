@@ -56,6 +56,7 @@ def environment() -> Iterator[tuple[str, str]]:
     yield "native CPU kernel", library.kernel_name() or f"none: {library.refusal()}"
     enable_compile_cache()
     yield "products of bfloat16", _products()
+    yield "packed weights", _packed()
     yield "same bits", _same_bits(backend)
     yield "compile cache", str(jax.config.jax_compilation_cache_dir)  # type: ignore[attr-defined]
     for name in sorted(os.environ):
@@ -83,6 +84,16 @@ def _products() -> str:
     if (order := linear.order()) is None:
         return "XLA computes them, because the native kernel lacks its order of additions for few rows"
     return f"few rows are native, in XLA's order: {order}"
+
+
+def _packed() -> str:
+    """Return the formats of packed weights that products are native for."""
+    from chunkattn.backends.cpu import packed
+
+    depth = {name: form.block for name, form in packed.FORMATS.items()}
+    refused = {name: packed.refusal(name, packed.ROWS, depth[name]) for name in depth}
+    served = [name for name, reason in refused.items() if reason is None]
+    return f"native products of {', '.join(served)}" if served else f"none: {next(iter(refused.values()))}"
 
 
 def _same_bits(backend: AttentionBackend) -> str:

@@ -11,7 +11,9 @@ from chunkattn.terminal.commands import app, command, console, figures
 from chunkattn.terminal.flags import with_options
 
 _GIB = 1 << 30
-_ENGINE = "dtype revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_memory_utilization max_model_len"
+_ENGINE = (
+    "dtype weights quantization revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_memory_utilization max_model_len"
+)
 
 
 @command(app)
@@ -34,7 +36,7 @@ def plan(
     from chunkattn.models.loader import open_shape
 
     config = make_config(model, {**options, "skip_tokenizer_init": True})
-    spec, dtype = open_shape(config)
+    spec, dtype, types = open_shape(config)
     longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     chips = dict(map(plans.chip_of, plans.USUAL if device is None else [device]))
     table = figures("device", "N", "weights", "of 1/N", "KV pool", "pages", "tokens", "prompts", texts=("device",))
@@ -49,6 +51,8 @@ def plan(
     console.print(f"{spec.num_layers} layers, {spec.num_heads} heads, {spec.num_kv_heads} KV heads, weights in {dtype.name}")
     console.print(table)
     console.print("GiB on each of N devices. Weights and pool take the memory of JAX but 15%, at most 6 GiB, which steps have.")
+    if packed := plans.packed_bytes(config, spec, dtype, types):
+        console.print(f"A CPU packs the weights in {packed / _GIB:.2f} GiB; these devices dequantise them.")
     if any(chip.is_gpu for chip in chips.values()):
         console.print(f"JAX takes {config.gpu_memory_utilization:.0%} of a GPU (`--gpu-memory-utilization`), and all of a TPU.")
     console.print(f"`of 1/N`: weights, divided by 1/N of all; `prompts`: prompts of {longest:,} tokens.")

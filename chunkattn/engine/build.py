@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from chunkattn.engine.self_check import checked
 from chunkattn.engine.verdicts import user_cache
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles
+from chunkattn.models.packing import Packing, forms_of
 from chunkattn.models.shards import ONE_DEVICE, Shards, indivisible, one_of
 from chunkattn.models.spec import DecoderSpec
 
@@ -74,8 +76,11 @@ def build_core(config: EngineConfig, files: ModelFiles, tell: Tell | None = None
         backend = checked(backend, weighs=config.calibration.weighs, batch_invariant=bool(config.batch_invariant))
         if not shards.least(backend.name != "xla"):  # a verdict of one host counts for all
             backend = make_backend("xla", spec, weighs=config.calibration.weighs)
+    packing = Packing.of(config, files.dtype)
     store = _open_store(config)
-    decoder = files.load(shards)
+    decoder = files.load(shards, packing)
+    if not shards.agree(zlib.crc32(repr(forms_of(decoder.weights)).encode()) >> 1):
+        raise ConfigError("the hosts pack different matrices; set weights='dequantized', or install the native library on all")
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
     per_page = page_bytes(backend, files.spec.num_layers)
     num_pages = shards.least(min(_num_pages(config, per_page, spec.block_size, shards), backend.max_pages))

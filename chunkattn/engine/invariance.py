@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,14 +14,16 @@ import numpy as np
 
 from chunkattn.backends.base import AttentionBackend
 from chunkattn.backends.cpu import label_readout
+from chunkattn.backends.cpu import packed as native
 from chunkattn.engine.sampling import READ_BUCKETS, SAMPLE_BUCKETS, normalised
 from chunkattn.errors import ConfigError
 from chunkattn.models.linear import multiply, sums
+from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.spec import DecoderSpec
 
 logger = logging.getLogger(__name__)
 
-_OUTPUTS = 80
+_OUTPUTS, _PACKED_DEPTH = 80, 1280
 _BLOCK_ROWS = tuple(sorted({*READ_BUCKETS, *SAMPLE_BUCKETS}))
 _ROWS = tuple(sorted({2, 3, 7, *_BLOCK_ROWS, 300, 1024}))
 
@@ -40,14 +43,22 @@ class Invariance:
     own_pages: bool = False
 
     @classmethod
-    def of(cls, option: bool | None, backend: AttentionBackend, model: DecoderSpec, dtype: jnp.dtype) -> Invariance:
+    def of(
+        cls,
+        option: bool | None,
+        backend: AttentionBackend,
+        model: DecoderSpec,
+        dtype: jnp.dtype,
+        weights: Iterable[Weight] = (),
+    ) -> Invariance:
         """Resolve the option `batch_invariant` for a backend, a model and this machine.
 
         Args:
             option: the option; None keeps bits where that needs no padding.
             backend: attention backend of the engine.
             model: shape of the decoder.
-            dtype: dtype of the model's weights.
+            dtype: dtype of the model's unpacked weights.
+            weights: the model's weights.
 
         Raises:
             ConfigError: the option is True, and the backend cannot keep bits.
@@ -62,7 +73,9 @@ class Invariance:
                 "other rows of its step; choose attention_backend 'pallas_tpu' or 'pallas_gpu', or 'cpu', 'xla' or 'reference' "
                 "on a CPU, or leave the option out"
             )
-        agree = rows_agree(dtype, max(model.hidden_size, model.intermediate_size), model.vocab_size)
+        packed = {(weight.format, weight.digits) for weight in weights if isinstance(weight, Packed)}
+        depth = max(model.hidden_size, model.intermediate_size)
+        agree = rows_agree(dtype, depth, model.vocab_size, tuple(sorted(packed)))
         if option is None and not agree:
             logger.warning(
                 "the bits of results depend on what else is computed, because XLA's sums follow the number of rows on this "
@@ -71,8 +84,15 @@ class Invariance:
         return cls(agree or option is True, one_size=not agree and option is True)
 
 
+def _random_packed(rng: np.random.Generator, form: str, digits: int) -> Packed:
+    """Return a packed matrix of random bytes. Their mask keeps every scale below 1."""
+    size = native.FORMATS[form].packed_bytes(_OUTPUTS, _PACKED_DEPTH)
+    data = rng.integers(0, 256, size, np.uint8) & np.uint8(0x3B)
+    return Packed(jnp.asarray(data), form, _OUTPUTS, _PACKED_DEPTH, digits)
+
+
 @cache
-def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
+def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int, packed: tuple[tuple[str, int], ...] = ()) -> bool:
     """Return whether products and sums of rows have one order of additions for any number of rows.
 
     The test compares the same rows in products and sums of several sizes, bit by bit.
@@ -81,6 +101,7 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
         dtype: dtype of the products.
         depth: depth of the products.
         vocab_size: length of the rows that readouts add up.
+        packed: format and digits of packed products.
     """
     rng = np.random.default_rng(0)
     x = rng.random((_ROWS[-1], depth), np.float32) - 0.5
@@ -90,6 +111,12 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int) -> bool:
         (jax.jit(lambda x, weight: (multiply(x, weight), sums(x))), (x, weight), _ROWS),
         (jax.jit(lambda logits: normalised(logits[:, :1], logits)), (logits,), _BLOCK_ROWS),
     ]
+    if packed:
+        matrices = [_random_packed(rng, *of) for of in packed]
+        rows = x[:, :1] * rng.standard_normal((len(x), _PACKED_DEPTH), np.float32)
+        probes.append(
+            (jax.jit(lambda x, *matrices: tuple(multiply(x, matrix) for matrix in matrices)), (rows, *matrices), _ROWS)
+        )
     if label_readout.serves(weight):
         read = jax.jit(lambda x, weight: label_readout.read_labels(x, weight, jnp.zeros((len(x), 1), jnp.int32)))
         probes.append((read, (x, weight), _ROWS))

@@ -21,6 +21,7 @@ from chunkattn.engine.host_calls import CopyPages, ResetPool, Tell
 from chunkattn.engine.programs import ProgramCounts
 from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.errors import BackendError
+from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.shards import KV_HEADS, WHOLE, Shards, divided
 
 _PAGES_MOVED = 64
@@ -209,15 +210,19 @@ def page_bytes(backend: AttentionBackend, num_layers: int) -> int:
     return num_layers * sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in leaves)
 
 
-def fingerprint(form: Any, weights: Iterable[tuple[str, jax.Array]]) -> bytes:
+def fingerprint(form: Any, weights: Iterable[tuple[str, Weight]]) -> bytes:
     """Return 16 bytes that differ between models whose K/V may differ. Equal inputs give equal bytes on every machine.
 
     Args:
         form: geometry of the model, attention and pool, as nested dataclasses, sequences, arrays and scalars.
-        weights: name and array of every weight of the model.
+        weights: name and value of every weight of the model.
     """
     digest = xxhash.xxh3_128(json.dumps([KV_VERSION, _plain(form)], sort_keys=True).encode())
-    for name, leaf in weights:
+    for name, weight in weights:
+        leaf = weight
+        if isinstance(weight, Packed):
+            leaf = weight.data
+            digest.update(f"{weight.format}{weight.shape}{weight.digits}".encode())
         value = np.ascontiguousarray(jax.device_get(leaf))
         digest.update(f"{name}{value.shape}{value.dtype}".encode())
         digest.update(value.view(np.uint8).data if value.ndim else value.tobytes())

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
+from chunkattn.backends.cpu.packed import FORMATS, ROWS
 from chunkattn.backends.registry import get_backend
 from chunkattn.config import EngineConfig
 from chunkattn.engine.build import attention_spec, bytes_beside_steps, default_block_size
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.errors import ConfigError
-from chunkattn.models.shards import Shards, indivisible
+from chunkattn.models.packing import Packing, plan_packing
+from chunkattn.models.shards import ONE_DEVICE, Shards, indivisible
 from chunkattn.models.spec import DecoderSpec
 
 _GIB = 1 << 30
@@ -132,6 +135,29 @@ def plan(config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, chip: Chip, 
         # The pages of all backends have the same bytes.
         page_bytes=page_bytes(get_backend("xla")(attention), spec.num_layers),
         block_size=attention.block_size,
+    )
+
+
+def packed_bytes(config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, types: Mapping[str, str]) -> int | None:
+    """Return the bytes of the weights on one CPU that packs them, or None if it packs none.
+
+    Args:
+        config: options of the engine.
+        spec: shape of the model.
+        dtype: dtype of the weights that are not packed.
+        types: the file's name of each parameter's type.
+    """
+    if not types and config.quantization is None:
+        return None
+    packing, shapes = Packing.of(config, dtype), spec.parameters()
+    formats = {} if packing is None else plan_packing(packing, types or dict.fromkeys(shapes, dtype.name), shapes)
+    if not formats:
+        return None
+    return sum(
+        FORMATS[formats[name]].packed_bytes(*ONE_DEVICE.held(name, shape, ROWS))
+        if name in formats
+        else math.prod(shape) * dtype.itemsize
+        for name, shape in shapes.items()
     )
 
 

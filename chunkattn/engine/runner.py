@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from chunkattn.backends.base import AttentionBackend, HeadInputs, KVCache, Metadata
 from chunkattn.backends.cpu import label_readout
@@ -49,13 +50,14 @@ from chunkattn.engine.sampling import (
 from chunkattn.engine.step import StepArrays
 from chunkattn.engine.step_sizes import bucket_for
 from chunkattn.models.decoder import Decoder
+from chunkattn.models.packed import Packed, Weight, unpacked
 from chunkattn.models.shards import WHOLE
 from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD
 
 Program = Callable[[], Any]
 """Call that runs one compiled program, or a few small ones, on zeros, and returns its values."""
-Params = list[jax.Array]
-"""Arrays of the model, in the order of its tree."""
+Params = list[Weight]
+"""Parameters of the model, in the order of its tree."""
 
 LABEL_WIDTHS = (2, 8, 256)
 """Sizes to which label lists are padded, one program each; labels of longer lists are picked on the host."""
@@ -74,7 +76,7 @@ class Runner:
         backends: attention backends by the name that a request gives; None names `backend`.
         pool: pages of the KV cache.
         max_logprobs: number of likeliest tokens that the readouts return, at most the vocabulary size.
-        dtype: dtype of the model's weights.
+        dtype: dtype of the model's activations and of its weights that are not packed.
         invariance: whether and how the bits of results are kept.
         sample_sizes: sizes to which blocks of sampled rows are padded.
         picked_sizes: sizes of blocks that are read, and, unless the model is a classifier, `sample_sizes`.
@@ -103,18 +105,23 @@ class Runner:
         self._names, self._params = list(model.weights), list(model.weights.values())
         self._head_place = self._names.index(model.head_name)
         self.dtype = model.dtype
-        self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype)
+        self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype, self._params)
         backend.batch_invariant = self.invariance.holds
         backend.any_table_width &= not self.invariance.own_pages  # every part of a step gets a table of its own
         self._read_sizes = READ_BUCKETS[-1:] if self.invariance.one_size else READ_BUCKETS
         self.sample_sizes = self._read_sizes if self.invariance.one_size else SAMPLE_BUCKETS
-        self._reads_at_once = model.spec.num_labels is None and model.shards.size == 1 and label_readout.serves(model.head)
+        self._reads_at_once = (
+            model.spec.num_labels is None
+            and model.shards.size == 1
+            and not isinstance(model.head, Packed)
+            and label_readout.serves(model.head)
+        )
         many = self._reads_at_once and not self.invariance.one_size
         self._label_sizes = (READ_BUCKETS[0], label_readout.MAX_ROWS) if many else self._read_sizes
         sampled = self.sample_sizes if model.spec.num_labels is None else ()
         self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
-        params, pool = [self.shards.partition(name) for name in self._names], self.pool.partitions
-        head = [self.shards.partition(model.head_name)]
+        params, pool = [self._partition(*of) for of in model.weights.items()], self.pool.partitions
+        head = [self._partition(model.head_name, model.head)]
         step = self.shards.map(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
@@ -178,8 +185,8 @@ class Runner:
             lambda: [self.shards.map(lambda: self.backend.allocate(num_pages), outputs=of)() for of in self.pool.partitions]
         )
         params = [
-            there(leaf, self.shards.sharding(self.shards.partition(name)))
-            for name, leaf in zip(self._names, self._params, strict=True)
+            jax.tree.map(partial(there, sharding=self.shards.sharding(self._partition(name, weight))), weight)
+            for name, weight in zip(self._names, self._params, strict=True)
         ]
         pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self.pool.partitions)
         inputs = jax.tree.map(lambda x: there(x, self.shards.sharding(WHOLE)), arrays[:-1])
@@ -381,11 +388,14 @@ class Runner:
         return self._params[self._head_place : self._head_place + 1]
 
     def _model(self, params: Params) -> Decoder:
-        return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.shards)
+        return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.dtype, self.shards)
+
+    def _partition(self, name: str, weight: Weight) -> PartitionSpec:
+        return self.shards.partition_of_parts(name) if isinstance(weight, Packed) else self.shards.partition(name)
 
     def _head_model(self, params: Params) -> Decoder:
         """Return a decoder that computes logits only."""
-        return Decoder(self.spec, {self._names[self._head_place]: params[0]}, self.shards)
+        return Decoder(self.spec, {self._names[self._head_place]: params[0]}, self.dtype, self.shards)
 
     # Traced functions
 
@@ -444,13 +454,14 @@ class Runner:
     def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = self._head_model(params)
         if self._reads_at_once:
-            return relative(*label_readout.read_labels(hidden, model.head, labels))
+            return relative(*label_readout.read_labels(hidden, unpacked(model.head), labels))
         return read_labels(model.logits(hidden), labels)
 
     def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
         model = self._head_model(params)
         logits = model.logits(hidden)
         if self._reads_at_once:  # for the bits of shorter lists, though the head is multiplied twice
-            _, normalisers = label_readout.read_labels(hidden, model.head, jnp.zeros((len(hidden), 1), jnp.int32))
+            head, first = unpacked(model.head), jnp.zeros((len(hidden), 1), jnp.int32)
+            _, normalisers = label_readout.read_labels(hidden, head, first)
             return relative(logits, normalisers)
         return normalised(logits, logits)

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkattn.backends.base import HeadInputs
-from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm
+from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
+from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
@@ -23,6 +24,7 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """Callback from `(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
 AttendInputs = Callable[[int, HeadInputs], jax.Array]
 """As `Attend`, with heads that the callback itself normalises and rotates."""
+_GATES = ("gate", "up")
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,16 @@ class Decoder:
 
     Attributes:
         spec: shape of the decoder.
-        weights: parameters by the names of `DecoderSpec.parameters`, all of one dtype. Each layer has arrays of its own
-            instead of a slice for a scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
+        weights: parameters by the names of `DecoderSpec.parameters`, packed or of dtype `dtype`. Each layer has arrays of its
+            own instead of a slice for a scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
+        dtype: dtype of parameters, activations and KV. Rows stay float32 until a packed parameter multiplies them.
         shards: devices that share the parameters. On several, the methods run inside `Shards.map`, on one device's part.
     """
 
     spec: DecoderSpec
-    weights: dict[str, jax.Array]
+    weights: dict[str, Weight]
+    dtype: jnp.dtype
     shards: Shards = ONE_DEVICE
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """Return the dtype of the parameters."""
-        return self.weights[EMBEDDING].dtype
 
     @property
     def head_name(self) -> str:
@@ -53,7 +52,7 @@ class Decoder:
         return EMBEDDING if self.spec.tie_embeddings else HEAD
 
     @property
-    def head(self) -> jax.Array:
+    def head(self) -> Weight:
         """Return the weight of `logits`, `[vocab, hidden]` or `[num_labels, hidden]`."""
         return self.weights[self.head_name]
 
@@ -72,13 +71,14 @@ class Decoder:
         x, added = self.shards.embed(self.weights[EMBEDDING], token_ids), None
         for index in range(self.spec.num_layers):
             layer = f"model.layers.{index}."
-            x, normed = self._add_norm(x, added, f"{layer}input_layernorm", self.dtype)
-            heads = self._heads(normed, f"{layer}self_attn.", cos, sin)
+            attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+            x, normed = self._add_norm(x, added, f"{layer}input_layernorm", [f"{attention}{part}_proj" for part in "qkv"])
+            heads = self._heads(normed, attention, cos, sin)
             out = attend(index, *self._prepared(heads)) if attend_inputs is None else attend_inputs(index, heads)
-            added = self._linear(out.reshape(len(x), -1), f"{layer}self_attn.o_proj", self.shards.total)
-            x, normed = self._add_norm(x, added, f"{layer}post_attention_layernorm", self.dtype)
-            added = self._mlp(normed, f"{layer}mlp.")
-        return self._add_norm(x, added, "model.norm", jnp.dtype("float32"))[1]
+            added = self._linear(out.reshape(len(x), -1), f"{attention}o_proj", self.shards.total)
+            x, normed = self._add_norm(x, added, f"{layer}post_attention_layernorm", [f"{mlp}{part}_proj" for part in _GATES])
+            added = self._mlp(normed, mlp)
+        return self._add_norm(x, added, "model.norm", [])[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the logits of hidden states `[N, hidden]`: float32 `[N, vocab]`, or `[N, num_labels]` for a classifier.
@@ -95,7 +95,8 @@ class Decoder:
         products = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
         q, k, v = (product.reshape(len(x), -1, self.spec.head_dim) for product in products)
         q_scale, k_scale = (self.weights.get(f"{name}{part}_norm.weight") for part in "qk")  # only of models with `qk_norm`
-        return HeadInputs(q, k, v, q_scale, k_scale, cos, sin, self.spec.norm_eps, self.dtype)
+        scales = [None if scale is None else unpacked(scale) for scale in (q_scale, k_scale)]
+        return HeadInputs(q, k, v, scales[0], scales[1], cos, sin, self.spec.norm_eps, self.dtype)
 
     def _prepared(self, heads: HeadInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values, normalised and rotated, in the model's dtype."""
@@ -107,8 +108,9 @@ class Decoder:
 
     def _mlp(self, x: jax.Array, name: str) -> jax.Array:
         """Return the output of a SwiGLU layer (arXiv:2002.05202), float32 `[T, hidden]`, from an input `[T, hidden]`."""
-        gate, up = self._several(x, [f"{name}gate_proj", f"{name}up_proj"])
-        return self._linear(gated(gate, up, self.dtype), f"{name}down_proj", self.shards.total)
+        gate, up = self._several(x, [f"{name}{part}_proj" for part in _GATES])
+        product = gated(gate, up, self._dtype_into([f"{name}down_proj"]))
+        return self._linear(product, f"{name}down_proj", self.shards.total)
 
     def _several(self, x: jax.Array, names: Sequence[str]) -> list[jax.Array]:
         """Return float32 `[N, out]` for each name, from one input `[N, in]`."""
@@ -120,12 +122,19 @@ class Decoder:
         return self._biased(total(multiply(x, self.weights[f"{name}.weight"])), name)
 
     def _biased(self, y: jax.Array, name: str) -> jax.Array:
+        """Add the bias of a module to its products, if it has one."""
         bias = self.weights.get(f"{name}.bias")
-        return y if bias is None else y + bias.astype(jnp.float32)
+        return y if bias is None else y + unpacked(bias).astype(jnp.float32)
 
-    def _add_norm(self, x: jax.Array, added: jax.Array | None, name: str, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Return `x` plus what a layer adds, float32 `[N, hidden]`, and its norm in `dtype`."""
-        scale, epsilon = self.weights[f"{name}.weight"], self.spec.norm_eps
+    def _dtype_into(self, names: Sequence[str]) -> jnp.dtype:
+        """Return the dtype of rows that modules multiply; float32 if there is no module."""
+        return rows_dtype([self.weights[f"{name}.weight"] for name in names], self.dtype if names else jnp.dtype("float32"))
+
+    def _add_norm(
+        self, x: jax.Array, added: jax.Array | None, name: str, readers: Sequence[str]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `x` plus what a layer adds, float32 `[N, hidden]`, and its norm, for the modules that multiply it."""
+        scale, epsilon, dtype = unpacked(self.weights[f"{name}.weight"]), self.spec.norm_eps, self._dtype_into(readers)
         return (x, rms_norm(x, scale, epsilon, dtype)) if added is None else add_rms_norm(x, added, scale, epsilon, dtype)
 
 
@@ -137,7 +146,7 @@ def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decode
         dtype: dtype of the parameters.
         seed: seed of the matrices.
     """
-    key, numbers, weights = jax.random.key(seed), count(), dict[str, jax.Array]()
+    key, numbers, weights = jax.random.key(seed), count(), dict[str, Weight]()
     embedding = jax.nn.initializers.normal(spec.hidden_size**-0.5)
     linear = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
     for name, shape in spec.parameters().items():
@@ -146,4 +155,4 @@ def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decode
         else:
             draw = embedding if name == EMBEDDING else linear
             weights[name] = draw(jax.random.fold_in(key, next(numbers)), shape, dtype)
-    return Decoder(spec, weights)
+    return Decoder(spec, weights, dtype)

@@ -167,6 +167,19 @@ class GGUFFile:
             out[piece] = values[(slice(None), *cut)]
         return out
 
+    def blocks(self, name: str, rows: np.ndarray | slice, columns: slice) -> np.ndarray:
+        """Return blocks of a quantised matrix, uint8 `[rows, bytes]`; a view of the file if the rows are neighbours.
+
+        Args:
+            name: GGUF name of the tensor.
+            rows: stored row of each returned row, int `[out]` or a slice.
+            columns: columns, whole blocks.
+        """
+        stored = self.tensors[name]
+        places = np.arange(stored.shape[0])[rows] if isinstance(rows, slice) else rows
+        held, _ = _blocks(stored, columns)
+        return np.asarray(stored.data[(_run(places), *held)])
+
 
 def _run(places: np.ndarray) -> np.ndarray | slice:
     """Return ascending neighbours as a slice, which copies nothing out of the file; other indices as they are."""

@@ -35,11 +35,21 @@ class StoredTensor(NamedTuple):
         tensor_type: type of its elements or blocks.
         shape: its shape, the outermost axis first.
         data: its rows: numbers, or uint8 blocks. They stay in the file until they are read.
+        file: map of the file.
+        start: offset of `data` in the file.
     """
 
     tensor_type: GGMLQuantizationType
     shape: tuple[int, ...]
     data: np.ndarray
+    file: mmap.mmap
+    start: int
+
+    def release(self) -> None:
+        """Let the system take back the memory of the file's pages that were read. A later read brings them again."""
+        first = self.start // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(self.file, "madvise") and self.data.nbytes:
+            self.file.madvise(mmap.MADV_DONTNEED, first, self.start + self.data.nbytes - first)
 
 
 class StoredArray(NamedTuple):
@@ -75,7 +85,8 @@ class GGUFMetadata:
             OSError: the file cannot be read.
         """
         with path.open("rb") as file:
-            self._bytes = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+            self._file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._bytes = memoryview(self._file)
         self._at = 8
         self.values: dict[str, Any] = {}
         num_tensors, num_keys = self._number("<Q"), self._number("<Q")
@@ -170,7 +181,8 @@ class GGUFMetadata:
         begin, end = self._at + offset, self._at + offset + count * dtype.itemsize
         if end > len(self._bytes):
             raise ValueError(f"a tensor at bytes {begin} to {end} of a file of {len(self._bytes)} bytes")
-        return StoredTensor(tensor_type, shape, np.frombuffer(self._bytes, dtype, count, begin).reshape(stored))
+        data = np.frombuffer(self._bytes, dtype, count, begin).reshape(stored)
+        return StoredTensor(tensor_type, shape, data, self._file, begin)
 
 
 def _dtype(kind: int) -> np.dtype:

@@ -279,6 +279,33 @@ class GGUFTensors:
         order = self._rows(name)
         return self._file.read(self._names[name], dtype, rows if order is None else order[rows], columns)
 
+    def stored_type(self, name: str) -> str:
+        """Return GGUF's name of the type of a tensor, such as `Q4_K`.
+
+        Args:
+            name: checkpoint name.
+        """
+        return self._file.tensors[self._names[name]].tensor_type.name
+
+    def blocks(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Return the blocks of a part of a quantised matrix, uint8 `[rows, bytes]`, with its rows in the checkpoint's order.
+
+        Args:
+            name: checkpoint name.
+            index: rows and columns, whole blocks.
+        """
+        rows, columns = index
+        order = self._rows(name)
+        return self._file.blocks(self._names[name], rows if order is None else order[rows], columns)
+
+    def release(self, name: str) -> None:
+        """Give back the memory that the file's pages of a tensor take.
+
+        Args:
+            name: checkpoint name.
+        """
+        self._file.tensors[self._names[name]].release()
+
     def why_missing(self, name: str) -> str:
         """Return the likely cause of a missing tensor: the file is incomplete.
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu import rows
+from chunkattn.models.packed import Packed, Weight, multiply_packed
 
 _FLOAT32 = jnp.dtype("float32")
 _COLUMNS = 8
@@ -82,8 +83,8 @@ def _on_cpus(native: Callable[..., Any], plain: Callable[..., Any]) -> Callable[
     return either
 
 
-def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return `x @ weight.T`, computed in the weight's dtype and accumulated in float32.
+def multiply(x: jax.Array, weight: Weight) -> jax.Array:
+    """Return `x @ weight.T`, computed in the weight's dtype and accumulated in float32. A packed weight has its own arithmetic.
 
     Float32 results are more exact than bfloat16, and come from XLA:CPU's only fast bfloat16 dot. On CPUs, a native operator
     multiplies few rows, and any number with AMX. It has no derivative.
@@ -92,28 +93,39 @@ def multiply(x: jax.Array, weight: jax.Array) -> jax.Array:
         x: `[N, in]`.
         weight: `[out, in]`, as in checkpoints; XLA:CPU reads it twice as fast as `[in, out]` for few rows.
     """
+    if isinstance(weight, Packed):
+        return multiply_packed(x, [weight])[0]
     x = x.astype(weight.dtype)
     if native.serves(x, weight):
         return jax.lax.platform_dependent(x, weight, cpu=native.multiply, default=dot)
     return dot(x, weight)
 
 
-def multiply_several(x: jax.Array, weights: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return `multiply(x, weight)` for several weights, where possible in one native call.
+def multiply_several(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
+    """Return `multiply` of the same rows with each of several weights, where possible in one native call.
 
     Args:
         x: `[N, in]`.
-        weights: each `[out, in]`.
+        weights: weights `[out, in]`; packed ones share the integers of the rows.
     """
-    cast = x.astype(weights[0].dtype)
-    if not all(native.serves(cast, weight) for weight in weights):
+    packed = [weight for weight in weights if isinstance(weight, Packed)]
+    if len(packed) == len(weights):
+        return multiply_packed(x, packed)
+    plain = [weight for weight in weights if not isinstance(weight, Packed)]
+    rows = x.astype(plain[0].dtype)
+    if packed or not all(native.serves(rows, weight) for weight in plain):
         return [multiply(x, weight) for weight in weights]
-
-    def plain(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-        return [dot(x, weight) for weight in weights]
-
-    products: list[jax.Array] = jax.lax.platform_dependent(cast, *weights, cpu=native.multiply_several, default=plain)
+    products: list[jax.Array] = jax.lax.platform_dependent(rows, *plain, cpu=native.multiply_several, default=_dots)
     return products
+
+
+def _dots(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    return [dot(x, weight) for weight in weights]
+
+
+def rows_dtype(weights: Sequence[Weight], dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of rows that `multiply` takes without loss: `dtype`, or float32 where a weight is packed."""
+    return _FLOAT32 if any(isinstance(weight, Packed) for weight in weights) else dtype
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -17,7 +17,7 @@ from chunkattn.local_files import is_present, read_object
 from chunkattn.models.foreign_files import explain_folder
 from chunkattn.models.generation_defaults import read_generation_config, sampling_defaults
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
-from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
+from chunkattn.models.gguf_spec import GGUFTensors, config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.locate import DEMO_FOLDER, resolve_path
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from chunkattn.config import EngineConfig
     from chunkattn.models.decoder import Decoder
+    from chunkattn.models.packing import Packing
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ModelFiles:
     Attributes:
         path: local folder of the checkpoint, or its GGUF file.
         spec: shape of the decoder.
-        dtype: dtype of weights, activations and KV.
+        dtype: dtype of unpacked weights, activations and KV.
         tokenizer: tokenizer of the model, or None if skipped.
         eos_token_ids: tokens that end a text.
         gguf: opened GGUF file, or None for a folder.
@@ -63,18 +64,20 @@ class ModelFiles:
     reranker: RerankerTraits = field(default_factory=RerankerTraits)
     sampling: dict[str, Any] = field(default_factory=dict)
 
-    def load(self, shards: Shards = ONE_DEVICE) -> Decoder:
+    def load(self, shards: Shards = ONE_DEVICE, packing: Packing | None = None) -> Decoder:
         """Return the decoder with its weights.
 
         Args:
             shards: devices that share the weights.
+            packing: how matrices are packed; None packs none.
 
         Raises:
+            ConfigError: no matrix can be packed, and the options ask for packed weights by name.
             ModelError: a file or tensor is missing, unreadable or of the wrong shape.
         """
         from chunkattn.models.weights import load_weights  # imports kernels, which a server's process does not need
 
-        return load_weights(self.spec, self.gguf or self.path, self.dtype, shards)
+        return load_weights(self.spec, self.gguf or self.path, self.dtype, shards, packing)
 
     def sample(self) -> bytes:
         """Return 16 bytes that differ between most checkpoints of one shape: a hash of pieces of the weights' files."""
@@ -133,8 +136,10 @@ def open_files(options: EngineConfig) -> ModelFiles:
     )
 
 
-def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype]:
+def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str, str]]:
     """Return the shape and the dtype of a model from its configuration alone. Of a hub id, only that is downloaded.
+
+    The third value is the type of each parameter by its name, if the model is a GGUF file.
 
     Args:
         options: options of the engine: `model`, `revision` and `dtype` count.
@@ -142,8 +147,10 @@ def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype]:
     Raises:
         ModelError: the configuration cannot be found or read, or is not supported.
     """
-    _, config, spec = _configuration(resolve_path(options.model, options.revision, files=["config.json"]))
-    return spec, _dtype(config, options)
+    file, config, spec = _configuration(resolve_path(options.model, options.revision, files=["config.json"]))
+    tensors = None if file is None else GGUFTensors(file, spec)
+    types = {} if tensors is None else {name: tensors.stored_type(name) for name in tensors.names()}
+    return spec, _dtype(config, options), types
 
 
 def _configuration(path: Path) -> tuple[GGUFFile | None, PretrainedConfig, DecoderSpec]:

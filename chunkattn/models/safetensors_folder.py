@@ -111,6 +111,22 @@ class SafetensorsFolder:
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(stored, dtype=dtype)
 
+    def stored_type(self, name: str) -> str:
+        """Return the file's name of a tensor's dtype, such as `BF16`.
+
+        Args:
+            name: name of the tensor.
+        """
+        handle, stored_name = self._stored[name]
+        return str(handle.get_slice(stored_name).get_dtype())
+
+    def release(self, name: str) -> None:
+        """Do nothing: the file's pages stay in memory until it closes.
+
+        Args:
+            name: name of the tensor.
+        """
+
     def why_missing(self, name: str) -> str:
         """Return the prefix under which the folder holds a missing tensor, and the likely cause, as far as they can be told.
 

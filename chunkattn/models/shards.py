@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkattn.errors import ConfigError
+from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.spec import DecoderSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -119,19 +120,38 @@ class Shards:
             return divided(None, _ALL)
         return _OUTPUTS.get(module, WHOLE)
 
-    def held(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def partition_of_parts(self, name: str) -> PartitionSpec:
+        """Return the partition of the bytes of a packed parameter, see `load_parts`."""
+        axis, _ = self.division(name)
+        return divided(*self.partition(name)[axis : axis + 1])
+
+    def division(self, name: str) -> tuple[int, int]:
+        """Return the axis along which a matrix is divided, and the number of distinct parts; axis 0 for a whole matrix.
+
+        Args:
+            name: name of the parameter in checkpoints.
+        """
+        axes = tuple(self.partition(name))
+        axis = next((number for number, by in enumerate(axes) if by is not None), 0)
+        if self.mesh is None or not axes:
+            return axis, 1
+        return axis, self.kv_size if axes[axis] == KV_HEADS else self.size
+
+    def held(self, name: str, shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
         """Return the shape of the part of a parameter that a device holds.
 
         Args:
             name: name of the parameter in checkpoints.
             shape: shape of the whole tensor.
+            unit: number of which a part's rows of the vocabulary are a multiple.
         """
-        sharding = self.sharding(self.partition(name))
-        return shape if sharding is None else sharding.shard_shape(self._padded(name, shape))
+        padded, sharding = self._padded(name, shape, unit), self.sharding(self.partition(name))
+        return padded if sharding is None else sharding.shard_shape(padded)
 
-    def _padded(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def _padded(self, name: str, shape: tuple[int, ...], unit: int = 1) -> tuple[int, ...]:
         """Return the shape of a tensor, whose axis 0 is filled up to a multiple of the devices where it is the vocabulary."""
-        return (-(-shape[0] // self.size) * self.size, *shape[1:]) if _is_table(name) else shape
+        rows = self.size * unit
+        return (-(-shape[0] // rows) * rows, *shape[1:]) if _is_table(name) else shape
 
     def load(self, name: str, shape: tuple[int, ...], read: Read) -> jax.Array:
         """Return a parameter on the devices. Each distinct part is read once.
@@ -162,6 +182,31 @@ class Shards:
         # The host keeps a part until the device has it.
         jax.block_until_ready(parts)  # type: ignore[no-untyped-call]
         return jax.make_array_from_single_device_arrays(padded, sharding, parts)
+
+    def load_parts(self, name: str, size: int, pack: Callable[[int], np.ndarray]) -> jax.Array:
+        """Return a packed parameter on the devices, uint8: the bytes of all parts in ascending order.
+
+        Args:
+            name: name of the parameter in checkpoints.
+            size: bytes of a part.
+            pack: returns the bytes of a part by its number, as an array of its own. Each part is packed once.
+        """
+        if self.mesh is None:
+            return jax.device_put(pack(0), may_alias=True)
+        sharding, whole = self.sharding(self.partition_of_parts(name)), (size * self.division(name)[1],)
+        assert sharding is not None
+        holders: dict[int, list[jax.Device]] = {}
+        for device, index in sharding.addressable_devices_indices_map(whole).items():
+            first = index[0].start if index else None
+            holders.setdefault((first or 0) // size, []).append(device)
+        arrays = [
+            jax.device_put(values, device)
+            for number, devices in holders.items()
+            for values in [pack(number)]
+            for device in devices
+        ]
+        jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
+        return jax.make_array_from_single_device_arrays(whole, sharding, arrays)
 
     def zeros(self, shape: tuple[int, ...]) -> np.ndarray | jax.Array:
         """Return zeros, float32, on every device as results of programs are; on the host for one device."""
@@ -204,7 +249,7 @@ class Shards:
 
     # For traced functions inside `map`, on the part of one device.
 
-    def embed(self, table: jax.Array, ids: jax.Array) -> jax.Array:
+    def embed(self, table: Weight, ids: jax.Array) -> jax.Array:
         """Return the rows of the embedding, float32 `[T, hidden]`.
 
         Args:
@@ -212,11 +257,11 @@ class Shards:
             ids: int32 `[T]` token ids, of the whole vocabulary.
         """
         if self.mesh is None:
-            return jnp.take(table, ids, axis=0).astype(jnp.float32)
-        rows = ids - jax.lax.axis_index(_ALL) * len(table)
-        is_held = (rows >= 0) & (rows < len(table))
-        values = jnp.take(table, jnp.where(is_held, rows, 0), axis=0).astype(jnp.float32)
-        return self.total(jnp.where(is_held[:, None], values, 0))
+            return _take(table, ids)
+        count = table.shape[0]
+        rows = ids - jax.lax.axis_index(_ALL) * count
+        is_held = (rows >= 0) & (rows < count)
+        return self.total(jnp.where(is_held[:, None], _take(table, jnp.where(is_held, rows, 0)), 0))
 
     def total(self, x: jax.Array) -> jax.Array:
         """Return the sum of an array over the devices."""
@@ -230,7 +275,7 @@ class Shards:
             vocab_size: number of logits to return.
         """
         if self.mesh is None:
-            return logits
+            return logits[:, :vocab_size]  # a packed head has whole panels
         return jax.lax.all_gather(logits, _ALL, axis=1, tiled=True)[:, :vocab_size]
 
 
@@ -255,6 +300,11 @@ def one_of(sizes: Sequence[int]) -> str:
     """Return numbers in words, such as `1, 2 or 4`."""
     *others, last = map(str, sizes)
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def _take(table: Weight, rows: jax.Array) -> jax.Array:
+    """Return rows of a table, float32 `[T, hidden]`."""
+    return table.rows(rows) if isinstance(table, Packed) else jnp.take(table, rows, axis=0).astype(jnp.float32)
 
 
 def _is_table(name: str) -> bool:

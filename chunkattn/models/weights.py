@@ -13,10 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.flax import save_file
 
+from chunkattn.backends.cpu.packed import quantize_q8_0
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
+from chunkattn.models.packed import Packed, Weight
+from chunkattn.models.packing import Packing, load_packed, plan_packing
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
 from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
@@ -30,8 +33,14 @@ TensorSource = SafetensorsFolder | GGUFTensors
 """Tensors of one checkpoint, by their names in Hugging Face checkpoints."""
 
 
-def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype, shards: Shards = ONE_DEVICE) -> Decoder:
-    """Return a decoder with a checkpoint's weights, read tensor by tensor and cast to `dtype`.
+def load_weights(
+    spec: DecoderSpec,
+    source: Path | GGUFFile,
+    dtype: jnp.dtype,
+    shards: Shards = ONE_DEVICE,
+    packing: Packing | None = None,
+) -> Decoder:
+    """Return a decoder with a checkpoint's weights, read tensor by tensor, packed or cast to `dtype`.
 
     Host memory holds at most one tensor beside the finished tensors. Of a tensor that devices divide, each part is read
     alone.
@@ -39,43 +48,74 @@ def load_weights(spec: DecoderSpec, source: Path | GGUFFile, dtype: jnp.dtype, s
     Args:
         spec: shape of the decoder.
         source: local folder of the checkpoint, or its GGUF file, opened or not.
-        dtype: dtype of the loaded weights.
+        dtype: dtype of the weights that are not packed.
         shards: devices that share the weights.
+        packing: how matrices are packed; None packs none.
 
     Raises:
+        ConfigError: no matrix can be packed, and the options ask for packed weights by name.
         ModelError: a file or tensor is missing, unreadable, of the wrong shape or not finite.
     """
     if isinstance(source, Path) and source.is_file():
         source = open_gguf(source)
     if isinstance(source, GGUFFile):
-        return fill(spec, GGUFTensors(source, spec), dtype, shards)
+        return fill(spec, GGUFTensors(source, spec), dtype, shards, packing)
     with ExitStack() as stack:
-        return fill(spec, SafetensorsFolder(source, stack), dtype, shards)
+        return fill(spec, SafetensorsFolder(source, stack), dtype, shards, packing)
 
 
-def fill(spec: DecoderSpec, source: TensorSource, dtype: jnp.dtype, shards: Shards = ONE_DEVICE) -> Decoder:
+def fill(
+    spec: DecoderSpec,
+    source: TensorSource,
+    dtype: jnp.dtype,
+    shards: Shards = ONE_DEVICE,
+    packing: Packing | None = None,
+) -> Decoder:
     """Return a decoder with the tensors of a source; see `load_weights`.
 
     Args:
         spec: shape of the decoder. A head in the source that is not the embedding overrides `tie_embeddings`.
         source: tensors of the checkpoint.
-        dtype: dtype of the loaded weights.
+        dtype: see `load_weights`.
         shards: devices that share the weights.
+        packing: see `load_weights`.
 
     Raises:
+        ConfigError: see `load_weights`.
         ModelError: a tensor is missing, unreadable, of the wrong shape or not finite.
     """
     spec, embedding = _tied(spec, source, dtype)
     shapes = spec.parameters()
     names = dict(zip(shapes, shapes)) | {EMBEDDING: embedding}
     _check_names(source, spec, names.values())
-    weights = {}
     for parameter, name in names.items():
         expected, shape = shapes[parameter], source.shape(name)
         if shape != expected:
             raise ModelError(f"{source.path}: tensor {name!r} has shape {list(shape)}, the configuration says {list(expected)}")
-        weights[parameter] = shards.load(parameter, expected, partial(_read_finite, source, name, dtype))
-    return Decoder(spec, weights, shards)
+    types = {parameter: source.stored_type(name) for parameter, name in names.items()}
+    formats = {} if packing is None else plan_packing(packing, types, shapes, shards)
+    weights: dict[str, Weight] = {}
+    for parameter, name in names.items():
+        if packing is not None and (form := formats.get(parameter)):
+            read = partial(_rounded, source, name) if form != types[parameter] else partial(_stored, source, name)
+            where = f"{source.path}: tensor {name!r}"
+            weights[parameter] = load_packed(packing, parameter, shapes[parameter], form, read, shards, where)
+        else:
+            weights[parameter] = shards.load(parameter, shapes[parameter], partial(_read_finite, source, name, dtype))
+        source.release(name)
+    return Decoder(spec, weights, dtype, shards)
+
+
+def _stored(source: TensorSource, name: str, index: Index) -> np.ndarray:
+    """Return stored blocks of a matrix, uint8 `[rows, bytes]`."""
+    assert isinstance(source, GGUFTensors)
+    return source.blocks(name, index)
+
+
+def _rounded(source: TensorSource, name: str, index: Index) -> np.ndarray:
+    """Return numbers of a matrix rounded to blocks of Q8_0, uint8 `[rows, bytes]`."""
+    dtype = jnp.bfloat16 if source.stored_type(name) == "BF16" else np.float32
+    return quantize_q8_0(_read_finite(source, name, jnp.dtype(dtype), index))
 
 
 def _read_finite(source: TensorSource, name: str, dtype: jnp.dtype, index: Index) -> np.ndarray:
@@ -149,5 +189,11 @@ def save_weights(model: Decoder, folder: Path) -> None:
     Args:
         model: decoder to save.
         folder: existing folder to write to.
+
+    Raises:
+        ModelError: a parameter is packed.
     """
-    save_file(model.weights, folder / SINGLE_FILE, metadata={"format": "pt"})
+    arrays = {name: weight for name, weight in model.weights.items() if not isinstance(weight, Packed)}
+    if packed := model.weights.keys() - arrays.keys():
+        raise ModelError(f"{min(packed)!r} is packed, which safetensors cannot hold; load the model with weights='dequantized'")
+    save_file(arrays, folder / SINGLE_FILE, metadata={"format": "pt"})

@@ -310,6 +310,8 @@ KINDS = {
     "fp8": {"kv_cache_dtype": "fp8"},
     "weighed": {"chunk_temperature": 0.7, "chunk_scale": 1.3},
     "tiled": {"attention_backend": "tiled", "batch_invariant": True, "max_num_batched_tokens": 192},
+    "quantized": {"quantization": "int8", "dtype": "bfloat16"},
+    "quantized int8": {"quantization": "int8", "activations": "int8"},
     "deep float32": {},
     "deep bfloat16": {"dtype": "bfloat16"},
 }

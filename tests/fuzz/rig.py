@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
@@ -62,6 +63,7 @@ class Subject:
         head_dim: size of a head.
         dtype: dtype of weights, activations and K/V.
         tolerance: tolerance of log-probabilities.
+        quantization: rounding of the weights at the load.
     """
 
     backend: str = "auto"
@@ -69,6 +71,7 @@ class Subject:
     head_dim: int = 32
     dtype: str = "float32"
     tolerance: float = 1e-4
+    quantization: str | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -78,6 +81,7 @@ class Subject:
             **_OPTIONS,
             "attention_backend": self.backend,
             "dtype": self.dtype,
+            "quantization": self.quantization,
             "block_size": self.block,
             "max_num_batched_tokens": 8 * self.block,
             "kv_cache_memory_bytes": PAGES * page,
@@ -88,6 +92,7 @@ SUBJECTS = {
     "auto": Subject(),
     "auto bfloat16": Subject(dtype="bfloat16", tolerance=0.2),
     "auto float16": Subject(dtype="float16", tolerance=0.02),
+    "auto packed": Subject(tolerance=5e-3, quantization="int8"),
     "xla": Subject("xla"),
     "xla bfloat16": Subject("xla", dtype="bfloat16", tolerance=0.2),
     "xla float16": Subject("xla", dtype="float16", tolerance=0.02),
@@ -101,7 +106,7 @@ def make_model(folder: Path, subject: Subject) -> Path:
     """Save a random checkpoint of two layers with a tokenizer of one word a token.
 
     Two layers are the fewest whose K/V depends on the tokens before; with one, a wrong neighbour would go unseen. No
-    parameter has a trivial value.
+    parameter has a trivial value. The rounding of a quantised subject changes none.
     """
     config = Qwen3Config(
         vocab_size=VOCAB,
@@ -120,13 +125,22 @@ def make_model(folder: Path, subject: Subject) -> Path:
         name: 0.15 * rng.standard_normal(shape) if len(shape) > 1 else 1 + 0.1 * rng.standard_normal(shape)
         for name, shape in sorted(spec.parameters().items())
     }
-    save_weights(Decoder(spec, {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}), folder)
+    if subject.quantization:
+        drawn = {name: _rounded(x) if x.ndim > 1 else x for name, x in drawn.items()}
+    weights = {name: jnp.asarray(x, jnp.float32) for name, x in drawn.items()}
+    save_weights(Decoder(spec, weights, jnp.dtype("float32")), folder)
     config.save_pretrained(folder)
     backend = Tokenizer(WordLevel({word: i for i, word in enumerate(VOCABULARY)}, unk_token="unk"))
     backend.pre_tokenizer = WhitespaceSplit()
     template = "{% for message in messages %}{{ message.content }} {% endfor %}"
     PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="unk", chat_template=template).save_pretrained(folder)
     return folder
+
+
+def _rounded(matrix: np.ndarray) -> np.ndarray:
+    """Return a matrix in the values of blocks of 8 bits."""
+    kind = gguf.GGMLQuantizationType.Q8_0
+    return gguf.quants.dequantize(gguf.quants.quantize(np.float32(matrix), kind), kind)
 
 
 def words(ids: list[int] | tuple[int, ...]) -> str:

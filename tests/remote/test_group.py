@@ -168,6 +168,7 @@ def test_a_closed_connection_shows(context, started, port, dies):
     [
         ({"max_num_seqs": 32}, "max_num_seqs differs: 32 there, 64 on host 0"),
         ({"dtype": "bfloat16"}, "dtype differs: 'bfloat16' there"),
+        ({"weights": "dequantized"}, "weights differs: 'dequantized' there, 'auto' on host 0"),
         ({"attention_backend": "xla"}, "attention_backend differs"),
     ],
 )

@@ -16,6 +16,7 @@ from chunkattn.engine.core import EngineCore
 from chunkattn.engine.runner import Runner
 from chunkattn.models.decoder import Decoder, random_decoder
 from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
+from chunkattn.models.packed import unpacked
 from chunkattn.models.spec import EMBEDDING, DecoderSpec, spec_from_config
 from chunkattn.models.weights import save_weights
 
@@ -90,5 +91,5 @@ def save_model(geometry: str, folder: Path) -> None:
     config.save_pretrained(folder)
     model = random_decoder(spec_of(geometry), jnp.dtype("bfloat16"))
     # Zero the embeddings of ids without text, so every token can be streamed: a logit of 0 is never the highest.
-    embedding = model.weights[EMBEDDING].at[len(tokenizer) :].set(0)
-    save_weights(Decoder(model.spec, model.weights | {EMBEDDING: embedding}), folder)
+    embedding = unpacked(model.weights[EMBEDDING]).at[len(tokenizer) :].set(0)
+    save_weights(Decoder(model.spec, model.weights | {EMBEDDING: embedding}, model.dtype), folder)
