@@ -6,22 +6,24 @@ and the training of the demo model share the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
 import jax
 import jax.numpy as jnp
 
-from chunkattn.models.linear import multiply, multiply_several, rms_norm
-from chunkattn.models.packed import Weight, unpacked
+from chunkattn.backends.base import HeadInputs
+from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm
+from chunkattn.models.packed import Packed, Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """Callback from `(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
+AttendInputs = Callable[[int, HeadInputs], jax.Array]
+"""As `Attend`, with heads that the callback itself normalises and rotates."""
 
 
 @dataclass(frozen=True)
@@ -42,26 +44,41 @@ class Decoder:
     shards: Shards = ONE_DEVICE
 
     @property
-    def head(self) -> Weight:
-        """Return the weight of the logits of a language model, `[vocab, hidden]`."""
-        return self.weights[EMBEDDING if self.spec.tie_embeddings else HEAD]
+    def head_name(self) -> str:
+        """Return the name of the weight of `logits`."""
+        if self.spec.num_labels is not None:
+            return CLASSES
+        return EMBEDDING if self.spec.tie_embeddings else HEAD
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    @property
+    def head(self) -> Weight:
+        """Return the weight of `logits`, `[vocab, hidden]` or `[num_labels, hidden]`."""
+        return self.weights[self.head_name]
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, attend: Attend, attend_inputs: AttendInputs | None = None
+    ) -> jax.Array:
         """Return the hidden states after the final norm, float32 `[T, hidden]`.
 
         Args:
             token_ids: int32 `[T]` token ids.
             positions: int32 `[T]` position ids.
             attend: attention callback, called once per layer, in order.
+            attend_inputs: callback to call instead, or None.
         """
-        tables = rotary_tables(self.spec.rotary, positions)
-        x = self.shards.embed(self.weights[EMBEDDING], token_ids)
+        cos, sin = rotary_tables(self.spec.rotary, positions)
+        x, added = self.shards.embed(self.weights[EMBEDDING], token_ids), None
         for index in range(self.spec.num_layers):
             layer = f"model.layers.{index}."
-            normed = self._norm(x, f"{layer}input_layernorm")
-            x = x + self._attention(normed, f"{layer}self_attn.", *tables, partial(attend, index))
-            x = x + self._mlp(self._norm(x, f"{layer}post_attention_layernorm"), f"{layer}mlp.")
-        return self._norm(x, "model.norm")
+            inputs = self._row_dtype(*(f"{layer}self_attn.{part}_proj" for part in "qkv"))
+            x, normed = self._add_norm(x, added, f"{layer}input_layernorm", inputs)
+            heads = self._heads(normed, f"{layer}self_attn.", cos, sin)
+            out = attend(index, *self._prepared(heads)) if attend_inputs is None else attend_inputs(index, heads)
+            added = self._linear(out.reshape(len(x), -1), f"{layer}self_attn.o_proj", self.shards.total)
+            inputs = self._row_dtype(f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj")
+            x, normed = self._add_norm(x, added, f"{layer}post_attention_layernorm", inputs)
+            added = self._mlp(normed, f"{layer}mlp.")
+        return self._add_norm(x, added, "model.norm", jnp.dtype("float32"))[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the logits of hidden states `[N, hidden]`: float32 `[N, vocab]`, or `[N, num_labels]` for a classifier.
@@ -70,47 +87,55 @@ class Decoder:
             hidden: float32 `[N, hidden]` states after the final norm.
         """
         if self.spec.num_labels is not None:
-            return multiply(hidden, self.weights[CLASSES])
+            return multiply(hidden, self.head)
         return self.shards.gather(multiply(hidden, self.head), self.spec.vocab_size)
 
-    def _attention(
-        self,
-        x: jax.Array,
-        name: str,
-        cos: jax.Array,
-        sin: jax.Array,
-        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    ) -> jax.Array:
-        """Return an attention layer's output, float32 `[T, hidden]`, from an input of the same shape and dtype."""
-        parts = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
-        q, k, v = (part.reshape(len(x), -1, self.spec.head_dim) for part in parts)
-        if self.spec.qk_norm:
-            q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        out = attend(q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype))
-        return self._linear(out.reshape(len(x), -1), f"{name}o_proj", self.shards.total)
+    def _heads(self, x: jax.Array, name: str, cos: jax.Array, sin: jax.Array) -> HeadInputs:
+        """Return the heads of an attention layer, from its input `[T, hidden]`."""
+        products = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
+        q, k, v = (product.reshape(len(x), -1, self.spec.head_dim) for product in products)
+        q_scale, k_scale = (self._vector(f"{name}{part}_norm.weight") for part in "qk")  # only of models with `qk_norm`
+        return HeadInputs(q, k, v, q_scale, k_scale, cos, sin, self.spec.norm_eps, self.dtype)
+
+    def _prepared(self, heads: HeadInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries, keys and values, normalised and rotated, in the model's dtype."""
+        q, k = heads.q, heads.k
+        if heads.q_scale is not None and heads.k_scale is not None:
+            q, k = (rms_norm(x, scale, heads.epsilon) for x, scale in ((q, heads.q_scale), (k, heads.k_scale)))
+        q, k = (apply_rotary(x, heads.cos, heads.sin) for x in (q, k))
+        return q.astype(heads.dtype), k.astype(heads.dtype), heads.v.astype(heads.dtype)
 
     def _mlp(self, x: jax.Array, name: str) -> jax.Array:
-        """Return the output of a SwiGLU layer (arXiv:2002.05202), float32 `[T, hidden]`, from such an input."""
+        """Return the output of a SwiGLU layer (arXiv:2002.05202), float32 `[T, hidden]`, from an input `[T, hidden]`."""
         gate, up = self._several(x, [f"{name}gate_proj", f"{name}up_proj"])
-        return self._linear(jax.nn.silu(gate) * up, f"{name}down_proj", self.shards.total)
+        return self._linear(gated(gate, up, self._row_dtype(f"{name}down_proj")), f"{name}down_proj", self.shards.total)
 
-    def _linear(self, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+    def _several(self, x: jax.Array, names: Sequence[str]) -> list[jax.Array]:
+        """Return float32 `[N, out]` for each name, from one input `[N, in]`."""
+        products = multiply_several(x, [self.weights[f"{name}.weight"] for name in names])
+        return [self._biased(product, name) for product, name in zip(products, names, strict=True)]
+
+    def _linear(self, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Return float32 `[N, out]` from `[N, in]`; `total` adds up the products of devices that divide the inputs."""
         return self._biased(total(multiply(x, self.weights[f"{name}.weight"])), name)
 
-    def _several(self, x: jax.Array, names: list[str]) -> list[jax.Array]:
-        """Return `_linear` of one input for each of several modules."""
-        products = multiply_several(x, [self.weights[f"{name}.weight"] for name in names])
-        return [self._biased(y, name) for y, name in zip(products, names, strict=True)]
-
     def _biased(self, y: jax.Array, name: str) -> jax.Array:
-        """Add the bias of a module to its products, if it has one."""
-        bias = self.weights.get(f"{name}.bias")
-        return y if bias is None else y + unpacked(bias).astype(jnp.float32)
+        bias = self._vector(f"{name}.bias")
+        return y if bias is None else y + bias.astype(jnp.float32)
 
-    def _norm(self, x: jax.Array, name: str) -> jax.Array:
-        return rms_norm(x, unpacked(self.weights[f"{name}.weight"]), self.spec.norm_eps)
+    def _vector(self, name: str) -> jax.Array | None:
+        """Return a parameter of one axis, which is never packed, or None if the model lacks it."""
+        return None if name not in self.weights else unpacked(self.weights[name])
+
+    def _row_dtype(self, *names: str) -> jnp.dtype:
+        """Return the dtype of the rows that modules multiply: float32 if any packed weight makes integers of them."""
+        packs = any(isinstance(self.weights[f"{name}.weight"], Packed) for name in names)
+        return jnp.dtype("float32") if packs else self.dtype
+
+    def _add_norm(self, x: jax.Array, added: jax.Array | None, name: str, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
+        """Return `x` plus what a layer adds, float32 `[N, hidden]`, and its norm in `dtype`."""
+        scale, epsilon = unpacked(self.weights[f"{name}.weight"]), self.spec.norm_eps
+        return (x, rms_norm(x, scale, epsilon, dtype)) if added is None else add_rms_norm(x, added, scale, epsilon, dtype)
 
 
 def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decoder:

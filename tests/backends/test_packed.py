@@ -1,6 +1,5 @@
 """Packed weights: packing, products and gathered rows against the gguf package and double precision, and their bits."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 
 from chunkattn.backends.cpu import build, library, packed
-from chunkattn.errors import ModelError
 from tests.cpu_kernels import use
 from tests.gguf_files import HALVES, random_blocks
 

@@ -1,7 +1,7 @@
 """Products with weights that keep the codes of a GGUF file, by native operators.
 
-`native/packed.h` describes the packed form, and docs/concepts/semantics.md the arithmetic. A packed weight is a flat array of bytes
-whose panels of `ROWS` outputs lie one after the other, so a slice of whole panels is the packed weight of those outputs.
+`native/packed.h` describes the packed form, and docs/concepts/semantics.md the arithmetic. A packed weight is a flat array of
+bytes whose panels of `ROWS` outputs lie one after the other, so a slice of whole panels is the packed weight of those outputs.
 """
 
 from __future__ import annotations

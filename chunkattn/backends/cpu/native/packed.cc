@@ -16,11 +16,6 @@ constexpr int kRowsAtOnce = 512;         // whose integers are held at a time
 constexpr int kWrittenAlone = 1 << 15;   // values whose integers one thread makes sooner than two
 constexpr int kLeastPanels = 2;          // of a task
 
-// Weights of one kind share the integers of the rows.
-int kind_of(Packing packing) {
-  return with_layout(packing, [](auto layout) { return layout.kZero * 2 + layout.kGroups; });
-}
-
 // A thread's memory, which grows and stays.
 char *memory(int64_t bytes) {
   thread_local std::unique_ptr<char[]> held;
@@ -90,30 +85,32 @@ void multiply(const float *x, int rows, int depth, int digits, const PackedWeigh
     int64_t bytes = 0;
     std::vector<int> writers;
     for (int i = 0; i < count; i++) {
+      const Packing packing = weights[i].packing;
       int same = 0;
-      while (kind_of(weights[same].packing) != kind_of(weights[i].packing)) same++;
+      while (kernel.kind(weights[same].packing) != kernel.kind(packing)) same++;
       begin[i] = same < i ? begin[same] : bytes;
-      if (same == i) bytes += (kernel.row_bytes(weights[i].packing, depth, digits) * now + 63) / 64 * 64, writers.push_back(i);
+      if (same < i) continue;
+      bytes += kernel.tile_bytes(packing, now, digits, depth) * divided(now, kernel.tile_rows(packing, now));
+      bytes = (bytes + 63) / 64 * 64, writers.push_back(i);
     }
     char *integers = memory(bytes);
     for (int i : writers) {
-      const int size = tile_size(now, kernel.tile_rows(weights[i].packing, now)), tiles = divided(now, size);
-      const int64_t each = kernel.row_bytes(weights[i].packing, depth, digits);
+      const Packing packing = weights[i].packing;
+      const int size = kernel.tile_rows(packing, now), tiles = divided(now, size);
+      const int64_t each = kernel.tile_bytes(packing, now, digits, depth);
       const int tasks = int64_t(now) * depth <= kWrittenAlone ? 1 : std::min(tiles, threads.count() * kTasksPerThread);
       parallel(threads, tasks, [&](int task) {
-        for (int tile = int(int64_t(tiles) * task / tasks); tile < int(int64_t(tiles) * (task + 1) / tasks); tile++) {
-          const int first = tile * size;
-          kernel.write(weights[i].packing, digits, from + int64_t(first) * depth, std::min(size, now - first), depth,
-                       integers + begin[i] + first * each);
-        }
-      });
+        for (int tile = int(int64_t(tiles) * task / tasks); tile < int(int64_t(tiles) * (task + 1) / tasks); tile++)
+          kernel.write(packing, digits, from + int64_t(tile) * size * depth, now, std::min(size, now - tile * size), depth,
+                       integers + begin[i] + tile * each);
+      }, rows <= kShortRows);
     }
     parallel(threads, int(ranges.size()), [&](int task) {
       const Range &range = ranges[task];
       PackedProduct part{weights[range.weight], integers + begin[range.weight], now, depth, digits};
       part.weight.out += int64_t(row) * part.weight.outputs;
       kernel.multiply(part, range.first, range.last);
-    });
+    }, rows <= kShortRows);
   }
 }
 

@@ -81,23 +81,26 @@ struct PackedWeight {
 // A product as a kernel computes it.
 struct PackedProduct {
   PackedWeight weight;
-  const char *integers;  // of the rows, as `PackedKernel::write` makes them
+  const char *integers;  // tiles of the rows, as `PackedKernel::write` makes them
   int rows, depth, digits;
 };
 
+// Rows become integers in tiles of some rows each, which lie one after the other.
 struct PackedKernel {
   const char *name;
-  // Rows of a tile at most, of products of `rows` rows.
-  int (*tile_rows)(Packing packing, int rows);
-  // Bytes of the integers of a row.
-  int64_t (*row_bytes)(Packing packing, int depth, int digits);
-  // Writes the integers of a tile of `count` rows.
-  void (*write)(Packing packing, int digits, const float *x, int count, int depth, char *to);
+  // Packings of one kind share the integers of rows.
+  int (*kind)(Packing);
+  // Rows of each tile but the last, of products of `rows` rows.
+  int (*tile_rows)(Packing, int rows);
+  // Bytes of a tile.
+  int64_t (*tile_bytes)(Packing, int rows, int digits, int depth);
+  // Writes the integers of a tile with `count` of `rows` rows.
+  void (*write)(Packing, int digits, const float *x, int rows, int count, int depth, char *to);
   // Computes the outputs [first, last) of all rows; both are multiples of kPanel.
   void (*multiply)(const PackedProduct &, int first, int last);
 };
 
-// Rows of each tile but the last, where a tile has at most `most` of `rows` rows.
+// Rows of each tile but the last, where a tile has at most `most` of `rows` rows and all are about equal.
 inline int tile_size(int rows, int most) {
   const int tiles = (rows + most - 1) / most;
   return (rows + tiles - 1) / tiles;

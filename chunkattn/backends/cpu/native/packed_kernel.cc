@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "packed_vectors.h"
 
@@ -18,91 +19,111 @@ namespace {
 
 constexpr int32_t kInfinity = 0x7f800000, kSmallest = (127 - 60) << 23;  // bits of float32
 
+// Sizes of tiles of rows, ascending: of few rows, whose codes are unpacked in registers for each tile, and of many. Sums and what
+// meets them fit the registers. kParts: vectors of outputs of a tile of many rows.
+template <int... SIZES> using Sizes = std::integer_sequence<int, SIZES...>;
 #if defined(__AVX512F__)
-template <class L> constexpr int kTileRows = L::kGroups == 2 ? 4 : 6;  // rows and vectors of outputs whose sums fit the registers
-constexpr int kFewTileRows = 8, kParts = 2;
+using FewSizes = Sizes<1, 2, 3, 4, 6, 8>;
+template <class K> using ManySizes = std::conditional_t<K::kGroups == 2, Sizes<4>, Sizes<4, 6>>;
+constexpr int kFewRows = 16, kParts = 2;
 #else
-template <class L> constexpr int kTileRows = 4;
-constexpr int kFewTileRows = 4, kParts = kWidth < 16 ? 2 : 1;
+using FewSizes = Sizes<>;
+template <class K> using ManySizes = Sizes<1, 2, 4>;
+constexpr int kFewRows = 0, kParts = 2;
 #endif
-constexpr int kMostTileRows = std::max(kFewTileRows, 6);
-constexpr int kFewRows = 16;  // up to which the codes are unpacked in registers, for each tile again
 constexpr int kAhead = 4096;  // bytes from the codes in use to those that are called from memory
 constexpr int kDeep = 1024;   // of many rows, depth of the codes that are unpacked once for all tiles
+constexpr int kLine = 64;
+
+template <class F> auto with_digits(int digits, F f) {
+  return digits == 1 ? f(std::integral_constant<int, 1>()) : f(std::integral_constant<int, 2>());
+}
+
+// Calls `f` with the smallest of the sizes that holds `rows`, which is at most the largest.
+template <int SIZE, int... LARGER, class F> void with_size(Sizes<SIZE, LARGER...>, int rows, F f) {
+  if constexpr (sizeof...(LARGER) > 0)
+    if (rows > SIZE) return with_size(Sizes<LARGER...>(), rows, f);
+  f(std::integral_constant<int, SIZE>());
+}
+template <int... SIZES> int padded(Sizes<SIZES...>, int rows) {
+  int size = 0;
+  ((size = size || SIZES < rows ? size : SIZES), ...);
+  return size;
+}
+template <int... SIZES> constexpr int largest(Sizes<SIZES...>) { return std::max({0, SIZES...}); }
 
 // Integers of a block of ROWS rows.
-template <class L, int DIGITS, int ROWS> struct Tile {
+template <class K, int DIGITS, int ROWS> struct Tile {
   int8_t digits[ROWS][DIGITS][kBlock];  // the high digit first
   float scale[ROWS], scaled_sum[ROWS];
-  int32_t begin[L::kGroups][ROWS];  // minus the zero of the codes times the sum of the integers
+  int32_t begin[K::kGroups][ROWS];  // minus the zero of the codes times the sum of the integers
 };
 
-template <class F> void with_digits(int digits, F f) {
-  if (digits == 1) return f(std::integral_constant<int, 1>());
-  f(std::integral_constant<int, 2>());
-}
-
-template <int N = kMostTileRows, class F> void with_rows(int rows, F f) {
-  if constexpr (N > 1)
-    if (rows < N) return with_rows<N - 1>(rows, f);
-  f(std::integral_constant<int, N>());
-}
-
-// Row `r` of a tile's integers.
-template <class L, int DIGITS, int ROWS> void write_row(const float *x, int depth, Tile<L, DIGITS, ROWS> *to, int r) {
-  constexpr float kMost = DIGITS == 1 ? 127 : 127 * 128, kRound = 12582912;  // adding 1.5 * 2^23 rounds to an integer
+// Writes the integers of row `r` of a tile of `rows`.
+void write_row(int zero, int groups, int digits, const float *x, int depth, char *to, int rows, int r) {
+  constexpr float kRound = 12582912;  // adding 1.5 * 2^23 rounds to an integer
   constexpr int kEach = kBlock / kWidth;
-  for (int k = 0; k < depth; k += kBlock, x += kBlock, to++) {
+  const float limit = digits == 1 ? 127 : 127 * 128;
+  for (int k = 0; k < depth; k += kBlock, x += kBlock) {
     Ints most = {};
     for (int i = 0; i < kEach; i++) most = larger(most, read<Ints>(x + i * kWidth) & 0x7fffffff);
     const int32_t bits = largest_of(most);
-    const bool finite = bits < kInfinity, zero = !finite || bits < kSmallest;
-    float largest;
-    memcpy(&largest, &bits, sizeof bits);
-    const float by = zero ? 0 : kMost / largest, unit = !finite ? std::numeric_limits<float>::quiet_NaN() : zero ? 0 : largest / kMost;
-    int32_t sums[2] = {0, 0};
+    const bool finite = bits < kInfinity, none = !finite || bits < kSmallest;
+    float magnitude;
+    memcpy(&magnitude, &bits, sizeof bits);
+    const float by = none ? 0 : limit / magnitude, unit = !finite ? std::numeric_limits<float>::quiet_NaN() : none ? 0 : magnitude / limit;
+    int8_t *bytes = reinterpret_cast<int8_t *>(to) + r * digits * kBlock;
+    float *scales = reinterpret_cast<float *>(to + rows * digits * kBlock) + r;
+    int32_t *begin = reinterpret_cast<int32_t *>(scales + 2 * rows), sums[2] = {0, 0};
     for (int i = 0; i < kEach; i++) {
       Ints whole = {};
-      if (!zero) whole = (Ints)(read<Floats>(x + i * kWidth) * by + kRound) - (Ints)splat(kRound);
+      if (!none) whole = (Ints)(read<Floats>(x + i * kWidth) * by + kRound) - (Ints)splat(kRound);
       sums[i * 2 / kEach] += sum_of(whole);
-      const Ints high = DIGITS == 1 ? whole : (whole + 64) >> 7;
-      write_bytes(to->digits[r][0] + i * kWidth, high);
-      if (DIGITS == 2) write_bytes(to->digits[r][DIGITS - 1] + i * kWidth, whole - (high << 7));
+      const Ints high = digits == 1 ? whole : (whole + 64) >> 7;
+      write_bytes(bytes + i * kWidth, high);
+      if (digits == 2) write_bytes(bytes + kBlock + i * kWidth, whole - (high << 7));
     }
-    to->scale[r] = unit, to->scaled_sum[r] = unit * float(sums[0] + sums[1]);
-    to->begin[0][r] = -kZeroOf<L> * (L::kGroups == 2 ? sums[0] : sums[0] + sums[1]);
-    if (L::kGroups == 2) to->begin[L::kGroups - 1][r] = -kZeroOf<L> * sums[1];
+    scales[0] = unit, scales[rows] = unit * float(sums[0] + sums[1]);
+    begin[0] = -zero * (groups == 2 ? sums[0] : sums[0] + sums[1]);
+    if (groups == 2) begin[rows] = -zero * sums[1];
+    to += rows * (digits * kBlock + 8 + 4 * groups);
   }
 }
 
-void write(Packing packing, int digits, const float *x, int count, int depth, char *to) {
-  with_layout(packing, [&](auto layout) {
-    with_digits(digits, [&](auto d) {
-      with_rows(count, [&](auto rows) {
-        for (int r = 0; r < rows; r++)
-          write_row(x + int64_t(r) * depth, depth, reinterpret_cast<Tile<decltype(layout), d, rows> *>(to), r);
-      });
+// Rows of each tile but the last.
+template <class K> int tile_rows(int rows) { return tile_size(rows, rows <= kFewRows ? largest(FewSizes()) : largest(ManySizes<K>())); }
+// Rows of a tile with those that only fill it.
+template <class K> int padded_rows(int rows, int count) { return rows <= kFewRows ? padded(FewSizes(), count) : padded(ManySizes<K>(), count); }
+
+int rows_of_tile(Packing packing, int rows) {
+  return with_layout(packing, [&](auto layout) { return tile_rows<KindOf<decltype(layout)>>(rows); });
+}
+
+int64_t bytes_of_tile(Packing packing, int rows, int digits, int depth) {
+  return with_layout(packing, [&](auto layout) {
+    using K = KindOf<decltype(layout)>;
+    return with_digits(digits, [&](auto d) {
+      return int64_t(depth / kBlock) * padded_rows<K>(rows, tile_rows<K>(rows)) * int64_t(sizeof(Tile<K, d, 1>));
     });
   });
 }
 
-int64_t row_bytes(Packing packing, int depth, int digits) {
-  int64_t bytes = 0;
-  with_layout(packing, [&](auto layout) {
-    with_digits(digits, [&](auto d) { bytes = int64_t(depth / kBlock) * sizeof(Tile<decltype(layout), d, 1>); });
-  });
-  return bytes;
+int kind_of(Packing packing) {
+  return with_layout(packing, [](auto layout) { return 2 * kZeroOf<decltype(layout)> + layout.kGroups; });
 }
 
-int tile_rows(Packing packing, int rows) {
-  if (rows <= kFewRows) return kFewTileRows;
-  return with_layout(packing, [](auto layout) { return kTileRows<decltype(layout)>; });
+void write(Packing packing, int digits, const float *x, int rows, int count, int depth, char *to) {
+  const int padded = with_layout(packing, [&](auto layout) { return padded_rows<KindOf<decltype(layout)>>(rows, count); });
+  const int zero = with_layout(packing, [](auto layout) { return kZeroOf<decltype(layout)>; });
+  const int groups = with_layout(packing, [](auto layout) { return layout.kGroups; });
+  if (padded > count) memset(to, 0, int64_t(depth / kBlock) * padded * (digits * kBlock + 8 + 4 * groups));
+  for (int r = 0; r < count; r++) write_row(zero, groups, digits, x + int64_t(r) * depth, depth, to, padded, r);
 }
 
 // Scales and minima of a block, for kWidth outputs.
-template <class L> struct Scale { Floats of[L::kGroups], minimum; };
-template <class L> inline Scale<L> scale_of(const uint8_t *piece, int block, int lane) {
-  Scale<L> s = {};
+template <class K> struct Scale { Floats of[K::kGroups], minimum; };
+template <class L> inline Scale<KindOf<L>> scale_of(const uint8_t *piece, int block, int lane) {
+  Scale<KindOf<L>> s = {};
   const uint8_t *factors = piece + L::kFactors + block * 32 + lane;
   s.of[0] = read_halves(piece + lane * 2);
   if constexpr (L::kMinimum) s.minimum = read_halves(piece + 32 + lane * 2);
@@ -118,8 +139,8 @@ template <class L> inline Scale<L> scale_of(const uint8_t *piece, int block, int
 }
 
 // Adds the products of codes and digit `digit` of a block. `codes(p, j)`: vector j of part p.
-template <class L, int DIGITS, int ROWS, int PARTS, class C>
-inline void add_digit(Ints (&sums)[L::kGroups][ROWS][PARTS], const Tile<L, DIGITS, ROWS> &x, int digit, C codes) {
+template <class K, int DIGITS, int ROWS, int PARTS, class C>
+inline void add_digit(Ints (&sums)[K::kGroups][ROWS][PARTS], const Tile<K, DIGITS, ROWS> &x, int digit, C codes) {
 #if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #pragma GCC unroll 8
   for (int j = 0; j < 8; j++) {
@@ -130,16 +151,16 @@ inline void add_digit(Ints (&sums)[L::kGroups][ROWS][PARTS], const Tile<L, DIGIT
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
       for (int p = 0; p < PARTS; p++) {
-        Ints &sum = sums[j * L::kGroups / 8][r][p];
+        Ints &sum = sums[j * K::kGroups / 8][r][p];
         sum = dot(sum, c[p], x.digits[r][digit] + j * 4);
       }
   }
 #else
 #pragma GCC unroll 8
-  for (int first = 0; first < 8; first += kTogether<L>) {
+  for (int first = 0; first < 8; first += K::kTogether) {
     Shorts some[ROWS][PARTS];
-#pragma GCC unroll 8
-    for (int j = first; j < first + kTogether<L>; j++) {
+#pragma GCC unroll 4
+    for (int j = first; j < first + K::kTogether; j++) {
       Codes c[PARTS];
 #pragma GCC unroll 2
       for (int p = 0; p < PARTS; p++) c[p] = codes(p, j);
@@ -147,163 +168,183 @@ inline void add_digit(Ints (&sums)[L::kGroups][ROWS][PARTS], const Tile<L, DIGIT
       for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
         for (int p = 0; p < PARTS; p++) {
-          const Shorts now = products<kSignedCodes<L>>(c[p], x.digits[r][digit] + j * 4);
+          const Shorts now = products<K::kSignedCodes>(c[p], x.digits[r][digit] + j * 4);
           some[r][p] = j == first ? now : some[r][p] + now;
         }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-      for (int p = 0; p < PARTS; p++) sums[first * L::kGroups / 8][r][p] += widened(some[r][p]);
+      for (int p = 0; p < PARTS; p++) sums[first * K::kGroups / 8][r][p] += widened(some[r][p]);
   }
 #endif
 }
 
 // Adds a block to the outputs of ROWS rows and PARTS vectors. All products go through this function, and no sum depends on ROWS or
 // PARTS.
-template <class L, int DIGITS, int ROWS, int PARTS, class C>
-inline void add_block(Floats (&totals)[ROWS][PARTS], const Scale<L> *const (&scales)[PARTS], const Tile<L, DIGITS, ROWS> &x, C codes) {
-  Ints sums[L::kGroups][ROWS][PARTS];
-  constexpr int kGroups = L::kGroups;
+template <class K, int DIGITS, int ROWS, int PARTS, class C>
+inline void add_block(Floats (&totals)[ROWS][PARTS], const Scale<K> *const (&scales)[PARTS], const Tile<K, DIGITS, ROWS> &x, C codes) {
+  Ints sums[K::kGroups][ROWS][PARTS];
 #pragma GCC unroll 2
   for (int digit = 0; digit < DIGITS; digit++) {
 #pragma GCC unroll 2
-    for (int g = 0; g < kGroups; g++)
+    for (int g = 0; g < K::kGroups; g++)
 #pragma GCC unroll 8
       for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
         for (int p = 0; p < PARTS; p++) {
           Ints &sum = sums[g][r][p];
           sum = digit ? sum << 7 : Ints{};
-          if (kZeroOf<L> && digit == DIGITS - 1) sum += x.begin[g][r];
+          if (K::kZero && digit == DIGITS - 1) sum += x.begin[g][r];
         }
-    add_digit<L, DIGITS, ROWS, PARTS>(sums, x, digit, codes);
+    add_digit<K, DIGITS, ROWS, PARTS>(sums, x, digit, codes);
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
     for (int p = 0; p < PARTS; p++) {
-      const Scale<L> &s = *scales[p];
+      const Scale<K> &s = *scales[p];
       const Floats unit = splat(x.scale[r]);
       Floats &total = totals[r][p];
-      if constexpr (kGroups == 1) {
+      if constexpr (K::kGroups == 1) {
         total = fused(floats_of(sums[0][r][p]), s.of[0] * unit, total);
       } else {
         const Floats both = fused(floats_of(sums[1][r][p]), s.of[1], floats_of(sums[0][r][p]) * s.of[0]);
         total = fused(both, unit, total);
       }
-      if constexpr (L::kMinimum) total = fused(s.minimum, splat(x.scaled_sum[r]), total);
+      if constexpr (K::kMinimum) total = fused(s.minimum, splat(x.scaled_sum[r]), total);
     }
 }
 
 template <class L> const uint8_t *panel(const PackedProduct &given, int output) {
   return given.weight.data + int64_t(output / kPanel) * (given.depth / L::kDepth) * L::kPiece;
 }
-template <class L, int DIGITS, int ROWS> const Tile<L, DIGITS, ROWS> *tile(const PackedProduct &given, int row) {
-  return reinterpret_cast<const Tile<L, DIGITS, ROWS> *>(given.integers + row * row_bytes(L::kPacking, given.depth, DIGITS));
-}
 
-// A panel of a tile, straight from the packed weight. The first tile of a panel calls the weight from memory.
-template <class L, int DIGITS, int ROWS> void few(const PackedProduct &given, int row, int output) {
-  constexpr int kVectors = kPanel / kWidth, kEach = L::kPiece / L::kBlocks, kLines = (kEach + 63) / 64;
+#if defined(__AVX512F__)
+// A panel of a tile of `count` rows, straight from the packed weight. The first tile of a panel calls the weight from memory.
+template <class L, int DIGITS, int ROWS> void few(const PackedProduct &given, const char *integers, int row, int count, int output) {
+  static_assert(kWidth == kPanel, "a vector holds a panel");
+  constexpr int kEach = L::kPiece / L::kBlocks, kLines = (kEach + kLine - 1) / kLine;
   const uint8_t *piece = panel<L>(given, output);
-  const auto *x = tile<L, DIGITS, ROWS>(given, row);
-  Floats totals[kVectors][ROWS][1] = {};
+  const auto *x = reinterpret_cast<const Tile<KindOf<L>, DIGITS, ROWS> *>(integers);
+  Floats totals[ROWS][1] = {};
   for (int k = 0; k < given.depth; k += L::kDepth, piece += L::kPiece)
     for (int block = 0; block < L::kBlocks; block++, x++) {
       if (!row)
 #pragma GCC unroll 16
-        for (int i = 0; i < kLines; i++) __builtin_prefetch(piece + block * kEach + i * 64 + kAhead, 0, 2);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; v++) {
-        Codes codes[8];
-        unpack<L>(piece + L::kHead + block * L::kCodes, v * kWidth, codes);
-        const Scale<L> s = scale_of<L>(piece, block, v * kWidth);
-        add_block<L, DIGITS, ROWS, 1>(totals[v], {&s}, *x, [&](int, int j) { return codes[j]; });
-      }
+        for (int i = 0; i < kLines; i++) __builtin_prefetch(piece + block * kEach + i * kLine + kAhead, 0, 2);
+      Codes codes[8];
+      unpack<L>(piece + L::kHead + block * L::kCodes, 0, codes);
+      const Scale<KindOf<L>> s = scale_of<L>(piece, block, 0);
+      add_block<KindOf<L>, DIGITS, ROWS, 1>(totals, {&s}, *x, [&](int, int j) { return codes[j]; });
     }
-  for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < kVectors; v++)
-      chunkattn::write(given.weight.out + int64_t(row + r) * given.weight.outputs + output + v * kWidth, totals[v][r][0]);
+  float *out = given.weight.out + int64_t(row) * given.weight.outputs + output;
+  for (int r = 0; r < count; r++) chunkattn::write(out + int64_t(r) * given.weight.outputs, totals[r][0]);
 }
+#endif
 
 // A part of the depth of PARTS vectors of outputs, unpacked.
-template <class L, int PARTS> struct Unpacked {
-  alignas(64) Codes codes[PARTS][kDeep / kBlock][8];
-  Scale<L> scale[PARTS][kDeep / kBlock];
+template <class K, int PARTS> struct Unpacked {
+  alignas(kLine) Codes codes[PARTS][kDeep / kBlock][8];
+  Scale<K> scale[PARTS][kDeep / kBlock];
+  int blocks;
 };
 
-// Adds `blocks` blocks from depth `begin` on to a tile's outputs, which hold the sum of the blocks before.
-template <class L, int DIGITS, int ROWS, int PARTS>
-void add_part(const PackedProduct &given, const Unpacked<L, PARTS> &w, int row, int output, int begin, int blocks) {
-  const auto *x = tile<L, DIGITS, ROWS>(given, row) + begin / kBlock;
-  const int64_t stride = given.weight.outputs;
-  float *out = given.weight.out + row * stride + output;
-  Floats totals[ROWS][PARTS];
-  for (int r = 0; r < ROWS; r++)
-    for (int p = 0; p < PARTS; p++) totals[r][p] = begin ? read<Floats>(out + r * stride + p * kWidth) : Floats{};
-  for (int b = 0; b < blocks; b++, x++) {
-    const Scale<L> *scales[PARTS];
+// Adds blocks to `count` rows of outputs, which hold the sum of the blocks before unless there are none. Meanwhile `lines` lines for
+// each block are called from memory.
+template <class K, int DIGITS, int ROWS, int PARTS>
+void add_blocks(const Unpacked<K, PARTS> &w, const char *integers, int count, bool first, float *out, int64_t stride, const uint8_t *next, int lines) {
+  const auto *x = reinterpret_cast<const Tile<K, DIGITS, ROWS> *>(integers);
+  Floats totals[ROWS][PARTS] = {};
+  for (int r = 0; r < count && !first; r++)
+    for (int p = 0; p < PARTS; p++) totals[r][p] = read<Floats>(out + r * stride + p * kWidth);
+  for (int b = 0; b < w.blocks; b++, x++) {
+    for (int i = 0; i < lines; i++, next += kLine) __builtin_prefetch(next, 0, 2);
+    const Scale<K> *scales[PARTS];
     for (int p = 0; p < PARTS; p++) scales[p] = &w.scale[p][b];
-    add_block<L, DIGITS, ROWS, PARTS>(totals, scales, *x, [&](int p, int j) { return w.codes[p][b][j]; });
+    add_block<K, DIGITS, ROWS, PARTS>(totals, scales, *x, [&](int p, int j) { return w.codes[p][b][j]; });
   }
-  for (int r = 0; r < ROWS; r++)
+  for (int r = 0; r < count; r++)
     for (int p = 0; p < PARTS; p++) chunkattn::write(out + r * stride + p * kWidth, totals[r][p]);
 }
 
-// PARTS vectors of outputs of many rows.
-template <class L, int DIGITS, int PARTS> void many(const PackedProduct &given, int output) {
-  thread_local Unpacked<L, PARTS> w;
-  const int size = tile_size(given.rows, kTileRows<L>);
-  for (int begin = 0; begin < given.depth; begin += kDeep) {
-    const int blocks = std::min(kDeep, given.depth - begin) / kBlock;
-    for (int p = 0; p < PARTS; p++) {
-      const int at = output + p * kWidth;
-      const uint8_t *first = panel<L>(given, at) + int64_t(begin / L::kDepth) * L::kPiece;
-      for (int b = 0; b < blocks; b++) {
-        const uint8_t *piece = first + b / L::kBlocks * L::kPiece;
-        unpack<L>(piece + L::kHead + b % L::kBlocks * L::kCodes, at % kPanel, w.codes[p][b]);
-        w.scale[p][b] = scale_of<L>(piece, b % L::kBlocks, at % kPanel);
-      }
+// Unpacks a part of the depth of the outputs from `output` on.
+template <class L, int PARTS> void unpack_part(const PackedProduct &given, int output, int begin, Unpacked<KindOf<L>, PARTS> &to) {
+  to.blocks = std::min(kDeep, given.depth - begin) / kBlock;
+  for (int p = 0; p < PARTS; p++) {
+    const int at = output + p * kWidth, lane = at % kPanel;
+    const uint8_t *first = panel<L>(given, at) + int64_t(begin / L::kDepth) * L::kPiece;
+    for (int b = 0; b < to.blocks; b++) {
+      const uint8_t *piece = first + b / L::kBlocks * L::kPiece;
+      unpack<L>(piece + L::kHead + b % L::kBlocks * L::kCodes, lane, to.codes[p][b]);
+      to.scale[p][b] = scale_of<L>(piece, b % L::kBlocks, lane);
     }
-    for (int row = 0; row < given.rows; row += size)
-      with_rows<kTileRows<L>>(std::min(size, given.rows - row), [&](auto rows) {
-        add_part<L, DIGITS, rows, PARTS>(given, w, row, output, begin, blocks);
-      });
   }
 }
 
-template <class L, int DIGITS> void multiply_as(const PackedProduct &given, int first, int last) {
+// A part of the depth of PARTS vectors of outputs of all rows.
+template <class K, int DIGITS, int PARTS>
+void many(const PackedProduct &given, const Unpacked<K, PARTS> &w, int output, int begin, const uint8_t *next, int64_t ahead) {
+  const int size = tile_rows<K>(given.rows), tiles = (given.rows + size - 1) / size;
+  const int64_t tile_bytes = int64_t(given.depth / kBlock) * padded_rows<K>(given.rows, size) * sizeof(Tile<K, DIGITS, 1>);
+  const int64_t lines = (ahead / kLine + w.blocks) / w.blocks, each = tiles > 16 ? 0 : (lines + tiles - 1) / tiles;
+  for (int tile = 0; tile < tiles; tile++) {
+    const int row = tile * size, count = std::min(size, given.rows - row);
+    float *out = given.weight.out + int64_t(row) * given.weight.outputs + output;
+    with_size(ManySizes<K>(), count, [&](auto rows) {
+      const char *integers = given.integers + tile * tile_bytes + int64_t(begin / kBlock) * sizeof(Tile<K, DIGITS, rows>);
+      add_blocks<K, DIGITS, rows, PARTS>(w, integers, count, !begin, out, given.weight.outputs, next + tile * each * w.blocks * kLine, int(each));
+    });
+  }
+}
+
+// All rows of PARTS vectors of outputs.
+template <class L, int PARTS> void all_rows(const PackedProduct &given, int output) {
+  thread_local Unpacked<KindOf<L>, PARTS> w;
+  const uint8_t *after = panel<L>(given, output + std::max(PARTS * kWidth, kPanel));
+  for (int begin = 0; begin < given.depth; begin += kDeep) {
+    unpack_part<L, PARTS>(given, output, begin, w);
+    const int64_t bytes = int64_t(w.blocks) * L::kPiece / L::kBlocks * PARTS * kWidth / kPanel;
+    const uint8_t *next = after + int64_t(begin / L::kDepth) * L::kPiece;
+    with_digits(given.digits, [&](auto d) { many<KindOf<L>, d, PARTS>(given, w, output, begin, next, bytes); });
+  }
+}
+
+template <class L> void multiply_as(const PackedProduct &given, int first, int last) {
   int output = first;
-  if (given.rows > kFewRows) {
-    for (; output + kParts * kWidth <= last; output += kParts * kWidth) many<L, DIGITS, kParts>(given, output);
-    for (; output < last; output += kWidth) many<L, DIGITS, 1>(given, output);
+#if defined(__AVX512F__)
+  if (given.rows <= kFewRows) {
+    const int size = tile_rows<KindOf<L>>(given.rows);
+    const int64_t tile_bytes = bytes_of_tile(L::kPacking, given.rows, given.digits, given.depth);
+    for (; output < last; output += kPanel)
+      for (int row = 0; row < given.rows; row += size) {
+        const int count = std::min(size, given.rows - row);
+        with_digits(given.digits, [&](auto d) {
+          with_size(FewSizes(), count, [&](auto rows) { few<L, d, rows>(given, given.integers + row / size * tile_bytes, row, count, output); });
+        });
+      }
     return;
   }
-  const int size = tile_size(given.rows, kFewTileRows);
-  for (; output < last; output += kPanel)
-    for (int row = 0; row < given.rows; row += size)
-      with_rows<kFewTileRows>(std::min(size, given.rows - row), [&](auto rows) {
-        few<L, DIGITS, rows>(given, row, output);
-      });
+#endif
+  for (; output + kParts * kWidth <= last; output += kParts * kWidth) all_rows<L, kParts>(given, output);
+  if constexpr (kParts * kWidth > kPanel)
+    for (; output < last; output += kWidth) all_rows<L, 1>(given, output);
 }
 
 void multiply(const PackedProduct &given, int first, int last) {
-  with_layout(given.weight.packing, [&](auto layout) {
-    with_digits(given.digits, [&](auto d) { multiply_as<decltype(layout), d>(given, first, last); });
-  });
+  with_layout(given.weight.packing, [&](auto layout) { multiply_as<decltype(layout)>(given, first, last); });
 }
 
 }  // namespace
 
 #if defined(__AVX512F__)
-const PackedKernel kPackedAvx512 = {"avx512", tile_rows, row_bytes, write, multiply};
+const PackedKernel kPackedAvx512 = {"avx512", kind_of, rows_of_tile, bytes_of_tile, write, multiply};
 #elif defined(__AVX2__)
-const PackedKernel kPackedAvx2 = {"avx2", tile_rows, row_bytes, write, multiply};
+const PackedKernel kPackedAvx2 = {"avx2", kind_of, rows_of_tile, bytes_of_tile, write, multiply};
 #elif defined(__ARM_FEATURE_DOTPROD)
-const PackedKernel kPackedNeon = {"neon", tile_rows, row_bytes, write, multiply};
+const PackedKernel kPackedNeon = {"neon", kind_of, rows_of_tile, bytes_of_tile, write, multiply};
 #else
-const PackedKernel kPackedPortable = {"portable", tile_rows, row_bytes, write, multiply};
+const PackedKernel kPackedPortable = {"portable", kind_of, rows_of_tile, bytes_of_tile, write, multiply};
 #endif
 
 }  // namespace chunkattn

@@ -27,9 +27,15 @@ constexpr bool kSigned = false;  // codes of 8 bits are made signed, since pairs
 constexpr bool kSigned = true;
 #endif
 
-// Number that is subtracted from the codes as `unpack` makes them.
+// How the blocks of a packing are multiplied; several packings have one kind. `kZero` is subtracted from the codes as `unpack` makes
+// them. `kTogether`: vectors of codes whose sums of two products fit 16 bits together.
+template <int GROUPS, bool MINIMUM, bool ZERO, bool SIGNED, int TOGETHER> struct Kind {
+  static constexpr int kGroups = GROUPS, kTogether = TOGETHER;
+  static constexpr bool kMinimum = MINIMUM, kZero = ZERO, kSignedCodes = SIGNED;
+};
 template <class L> constexpr int kZeroOf = kSigned && L::kZero == 128 ? 0 : L::kZero;
-template <class L> constexpr bool kSignedCodes = kSigned && L::kZero == 128;
+template <class L> using KindOf = Kind<L::kGroups, L::kMinimum, kZeroOf<L> != 0, kSigned && L::kZero == 128,
+                                       kDots ? 8 : L::kZero == 128 ? 1 : L::kBits == 6 ? 2 : 4>;
 
 inline Floats fused(Floats a, Floats b, Floats c) {  // a * b + c, rounded once
 #if defined(__AVX512F__)
@@ -152,7 +158,10 @@ template <class L> inline void unpack(const uint8_t *from, int lane, Codes (&cod
   }
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++) {
-    const Codes both = read<Codes>(from + j * 64 + at);
+    Codes both = read<Codes>(from + j * 64 + at);
+#ifdef __AVX512F__
+    asm("" : "+v"(both));  // else GCC loads it twice, and each load crosses two lines
+#endif
     codes[j] = both & splat_code(15), codes[j + 4] = (Codes)((Pairs)both >> 4) & splat_code(15);
   }
   if constexpr (L::kTable) {
@@ -186,10 +195,7 @@ inline Ints dot(Ints sum, Codes codes, const int8_t *digits) {
   return (Ints)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, four);
 }
 #else
-// Vectors of codes whose sums of two products fit 16 bits together. A digit is at most 127.
-template <class L> constexpr int kTogether = kSignedCodes<L> ? 1 : L::kBits == 6 ? 2 : L::kBits == 5 ? 4 : 8;
-
-// Sums of two products, 16 bits each.
+// Sums of two products, 16 bits each. A digit is at most 127.
 template <bool SIGNED> inline Shorts products(Codes codes, const int8_t *digits) {
 #if defined(__AVX2__)
   const __m256i c = (__m256i)codes, x = _mm256_set1_epi32(read<int32_t>(digits));
