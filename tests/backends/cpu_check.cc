@@ -2,18 +2,15 @@
 // own, so that the sanitizers see our code alone; tests/backends/test_cpu_backend.py builds and runs it.
 #include <algorithm>
 #include <cmath>
-#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <deque>
 #include <limits>
-#include <mutex>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "attention.h"
+#include "check_pool.h"
 
 using namespace chunkattn;
 
@@ -60,47 +57,6 @@ Bytes numbers(Format format, size_t count) {
   }
   return made;
 }
-
-class Pool : public Threads {
- public:
-  explicit Pool(int count) {
-    for (int i = 1; i < count; i++) threads_.emplace_back([this] { loop(); });
-  }
-  ~Pool() override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      ended_ = true;
-    }
-    changed_.notify_all();
-    for (auto &thread : threads_) thread.join();
-  }
-  int count() const override { return int(threads_.size()) + 1; }
-  void schedule(std::function<void()> task) override {
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      tasks_.push_back(std::move(task));
-    }
-    changed_.notify_one();
-  }
-
- private:
-  void loop() {
-    for (;;) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      changed_.wait(lock, [this] { return ended_ || !tasks_.empty(); });
-      if (tasks_.empty()) return;
-      auto task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-    }
-  }
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::deque<std::function<void()>> tasks_;
-  std::vector<std::thread> threads_;
-  bool ended_ = false;
-};
 
 // A random step, with everything it points to.
 struct Case {

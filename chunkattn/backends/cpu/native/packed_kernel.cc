@@ -31,7 +31,6 @@ using FewSizes = Sizes<>;
 template <class K> using ManySizes = Sizes<1, 2, 4>;
 constexpr int kFewRows = 0, kParts = 2;
 #endif
-constexpr int kAhead = 4096;  // bytes from the codes in use to those that are called from memory
 constexpr int kDeep = 1024;   // of many rows, depth of the codes that are unpacked once for all tiles
 constexpr int kLine = 64;
 
@@ -221,6 +220,8 @@ template <class L> const uint8_t *panel(const PackedProduct &given, int output) 
 }
 
 #if defined(__AVX512F__)
+constexpr int kAhead = 4096;  // bytes from the codes in use to those that are called from memory
+
 // A panel of a tile of `count` rows, straight from the packed weight. The first tile of a panel calls the weight from memory.
 template <class L, int DIGITS, int ROWS> void few(const PackedProduct &given, const char *integers, int row, int count, int output) {
   static_assert(kWidth == kPanel, "a vector holds a panel");

@@ -85,7 +85,8 @@ template <class L> struct Source {
 template <class L> struct SourceOfFactors {
   static constexpr int kFifths = 16, kCodesAt = kFifths + (L::kBits == 5 ? 32 : 0), kBytes = kCodesAt + 128;
   static bool put_piece(const uint8_t *from, uint8_t *piece, int lane) {
-    const bool finite = copy_half(from, piece + lane * 2) & copy_half(from + 2, piece + 32 + lane * 2);
+    bool finite = copy_half(from, piece + lane * 2);
+    finite &= copy_half(from + 2, piece + 32 + lane * 2);
     const uint8_t *six = from + 4;
     for (int block = 0; block < 8; block++) {
       uint8_t *factors = piece + L::kFactors + block * 32 + lane, *codes = piece + L::kHead + block * L::kCodes;
@@ -142,16 +143,20 @@ uint16_t half_of(float x) {  // rounds to nearest, ties to even
 }
 
 void quantize_block(const float (&x)[kBlock], uint8_t *to) {
-  float most = 0;
-  bool finite = true;
-  for (float value : x) most = std::max(most, std::fabs(value)), finite &= std::isfinite(value);
-  const float scale = most / 127, by = scale > 0 ? 1 / scale : 0;
+  int32_t bits[kBlock], most = 0;
+  memcpy(bits, x, sizeof x);
+  for (int i = 0; i < kBlock; i++) most = std::max(most, bits[i] & 0x7fffffff);
+  const bool finite = most < 0x7f800000;
+  float magnitude;
+  memcpy(&magnitude, &most, sizeof most);
+  const float scale = magnitude / 127, inverse = scale > 0 ? 1 / scale : 0, by = std::isfinite(inverse) && finite ? inverse : 0;
   const uint16_t half = finite ? half_of(scale) : 0x7e00;
   memcpy(to, &half, sizeof half);
-  for (int i = 0; i < kBlock; i++) {
-    const float away = std::fabs(x[i]) * by, floor = std::floor(away);
-    const int whole = finite && by <= std::numeric_limits<float>::max() ? int(floor + std::floor(2 * (away - floor))) : 0;
-    to[2 + i] = uint8_t(x[i] < 0 ? -whole : whole);
+  if (!finite) return void(memset(to + 2, 0, kBlock));
+  for (int i = 0; i < kBlock; i++) {  // rounds halves away from zero, as gguf does
+    const float away = std::fabs(x[i]) * by;
+    const int whole = int(away), rounded = whole + int(2 * (away - float(whole)));
+    to[2 + i] = uint8_t(bits[i] < 0 ? -rounded : rounded);
   }
 }
 
