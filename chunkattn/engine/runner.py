@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from chunkattn.backends.base import AttentionBackend, HeadInputs, KVCache, Metadata
+from chunkattn.backends.base import AttentionBackend, HeadInputs, KVCache, Metadata, on_cpu
 from chunkattn.backends.cpu import label_readout
 from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.host_calls import (
@@ -121,7 +121,7 @@ class Runner:
         sampled = self.sample_sizes if model.spec.num_labels is None else ()
         self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
         params, pool = [self._partition(*of) for of in model.weights.items()], self.pool.partitions
-        head = [params[self._head_place]]
+        head = [self._partition(model.head_name, model.head)]
         step = self.shards.map(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
@@ -149,7 +149,8 @@ class Runner:
         if self.tell:
             self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
         hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *inputs, backend=backend)
-        finite.copy_to_host_async()
+        if not on_cpu():
+            finite.copy_to_host_async()
         return hidden, finite
 
     @property
@@ -374,7 +375,7 @@ class Runner:
         meanwhile, self.while_waiting = self.while_waiting, None
         if meanwhile is not None:
             meanwhile()
-        return jax.device_get(values)
+        return jax.tree.map(np.asarray, values) if on_cpu() else jax.device_get(values)  # the CPU's arrays need no copy
 
     def _pick(self, hidden: jax.Array, rows: Sequence[int], sizes: Sequence[int]) -> jax.Array:
         """Return the hidden states of a block of rows, padded to a bucket, so that readers compile once per bucket."""

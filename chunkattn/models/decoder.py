@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkattn.backends.base import HeadInputs
-from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm
-from chunkattn.models.packed import Packed, Weight, unpacked
+from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
+from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, DecoderSpec
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
@@ -24,6 +24,7 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """Callback from `(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
 AttendInputs = Callable[[int, HeadInputs], jax.Array]
 """As `Attend`, with heads that the callback itself normalises and rotates."""
+_GATES = ("gate", "up")
 
 
 @dataclass(frozen=True)
@@ -70,15 +71,14 @@ class Decoder:
         x, added = self.shards.embed(self.weights[EMBEDDING], token_ids), None
         for index in range(self.spec.num_layers):
             layer = f"model.layers.{index}."
-            inputs = self._row_dtype(*(f"{layer}self_attn.{part}_proj" for part in "qkv"))
-            x, normed = self._add_norm(x, added, f"{layer}input_layernorm", inputs)
-            heads = self._heads(normed, f"{layer}self_attn.", cos, sin)
+            attention, mlp = f"{layer}self_attn.", f"{layer}mlp."
+            x, normed = self._add_norm(x, added, f"{layer}input_layernorm", [f"{attention}{part}_proj" for part in "qkv"])
+            heads = self._heads(normed, attention, cos, sin)
             out = attend(index, *self._prepared(heads)) if attend_inputs is None else attend_inputs(index, heads)
-            added = self._linear(out.reshape(len(x), -1), f"{layer}self_attn.o_proj", self.shards.total)
-            inputs = self._row_dtype(f"{layer}mlp.gate_proj", f"{layer}mlp.up_proj")
-            x, normed = self._add_norm(x, added, f"{layer}post_attention_layernorm", inputs)
-            added = self._mlp(normed, f"{layer}mlp.")
-        return self._add_norm(x, added, "model.norm", jnp.dtype("float32"))[1]
+            added = self._linear(out.reshape(len(x), -1), f"{attention}o_proj", self.shards.total)
+            x, normed = self._add_norm(x, added, f"{layer}post_attention_layernorm", [f"{mlp}{part}_proj" for part in _GATES])
+            added = self._mlp(normed, mlp)
+        return self._add_norm(x, added, "model.norm", [])[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the logits of hidden states `[N, hidden]`: float32 `[N, vocab]`, or `[N, num_labels]` for a classifier.
@@ -94,8 +94,9 @@ class Decoder:
         """Return the heads of an attention layer, from its input `[T, hidden]`."""
         products = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
         q, k, v = (product.reshape(len(x), -1, self.spec.head_dim) for product in products)
-        q_scale, k_scale = (self._vector(f"{name}{part}_norm.weight") for part in "qk")  # only of models with `qk_norm`
-        return HeadInputs(q, k, v, q_scale, k_scale, cos, sin, self.spec.norm_eps, self.dtype)
+        q_scale, k_scale = (self.weights.get(f"{name}{part}_norm.weight") for part in "qk")  # only of models with `qk_norm`
+        scales = [None if scale is None else unpacked(scale) for scale in (q_scale, k_scale)]
+        return HeadInputs(q, k, v, scales[0], scales[1], cos, sin, self.spec.norm_eps, self.dtype)
 
     def _prepared(self, heads: HeadInputs) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values, normalised and rotated, in the model's dtype."""
@@ -107,8 +108,9 @@ class Decoder:
 
     def _mlp(self, x: jax.Array, name: str) -> jax.Array:
         """Return the output of a SwiGLU layer (arXiv:2002.05202), float32 `[T, hidden]`, from an input `[T, hidden]`."""
-        gate, up = self._several(x, [f"{name}gate_proj", f"{name}up_proj"])
-        return self._linear(gated(gate, up, self._row_dtype(f"{name}down_proj")), f"{name}down_proj", self.shards.total)
+        gate, up = self._several(x, [f"{name}{part}_proj" for part in _GATES])
+        product = gated(gate, up, self._dtype_into([f"{name}down_proj"]))
+        return self._linear(product, f"{name}down_proj", self.shards.total)
 
     def _several(self, x: jax.Array, names: Sequence[str]) -> list[jax.Array]:
         """Return float32 `[N, out]` for each name, from one input `[N, in]`."""
@@ -120,21 +122,19 @@ class Decoder:
         return self._biased(total(multiply(x, self.weights[f"{name}.weight"])), name)
 
     def _biased(self, y: jax.Array, name: str) -> jax.Array:
-        bias = self._vector(f"{name}.bias")
-        return y if bias is None else y + bias.astype(jnp.float32)
+        """Add the bias of a module to its products, if it has one."""
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + unpacked(bias).astype(jnp.float32)
 
-    def _vector(self, name: str) -> jax.Array | None:
-        """Return a parameter of one axis, which is never packed, or None if the model lacks it."""
-        return None if name not in self.weights else unpacked(self.weights[name])
+    def _dtype_into(self, names: Sequence[str]) -> jnp.dtype:
+        """Return the dtype of rows that modules multiply; float32 if there is no module."""
+        return rows_dtype([self.weights[f"{name}.weight"] for name in names], self.dtype if names else jnp.dtype("float32"))
 
-    def _row_dtype(self, *names: str) -> jnp.dtype:
-        """Return the dtype of the rows that modules multiply: float32 if any packed weight makes integers of them."""
-        packs = any(isinstance(self.weights[f"{name}.weight"], Packed) for name in names)
-        return jnp.dtype("float32") if packs else self.dtype
-
-    def _add_norm(self, x: jax.Array, added: jax.Array | None, name: str, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Return `x` plus what a layer adds, float32 `[N, hidden]`, and its norm in `dtype`."""
-        scale, epsilon = unpacked(self.weights[f"{name}.weight"]), self.spec.norm_eps
+    def _add_norm(
+        self, x: jax.Array, added: jax.Array | None, name: str, readers: Sequence[str]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `x` plus what a layer adds, float32 `[N, hidden]`, and its norm, for the modules that multiply it."""
+        scale, epsilon, dtype = unpacked(self.weights[f"{name}.weight"]), self.spec.norm_eps, self._dtype_into(readers)
         return (x, rms_norm(x, scale, epsilon, dtype)) if added is None else add_rms_norm(x, added, scale, epsilon, dtype)
 
 

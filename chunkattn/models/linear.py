@@ -102,25 +102,30 @@ def multiply(x: jax.Array, weight: Weight) -> jax.Array:
 
 
 def multiply_several(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
-    """Return `multiply(x, weight)` for several weights, where possible in one native call.
+    """Return `multiply` of the same rows with each of several weights, where possible in one native call.
 
     Args:
         x: `[N, in]`.
-        weights: each `[out, in]`.
+        weights: weights `[out, in]`; packed ones share the integers of the rows.
     """
     packed = [weight for weight in weights if isinstance(weight, Packed)]
-    dense = [weight for weight in weights if not isinstance(weight, Packed)]
-    if not dense:
+    if len(packed) == len(weights):
         return multiply_packed(x, packed)
-    if packed or not all(native.serves(x.astype(dense[0].dtype), weight) for weight in dense):
+    plain = [weight for weight in weights if not isinstance(weight, Packed)]
+    rows = x.astype(plain[0].dtype)
+    if packed or not all(native.serves(rows, weight) for weight in plain):
         return [multiply(x, weight) for weight in weights]
-
-    def plain(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
-        return [dot(x, weight) for weight in weights]
-
-    cast = x.astype(dense[0].dtype)
-    products: list[jax.Array] = jax.lax.platform_dependent(cast, *dense, cpu=native.multiply_several, default=plain)
+    products: list[jax.Array] = jax.lax.platform_dependent(rows, *plain, cpu=native.multiply_several, default=_dots)
     return products
+
+
+def _dots(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    return [dot(x, weight) for weight in weights]
+
+
+def rows_dtype(weights: Sequence[Weight], dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of rows that `multiply` takes without loss: `dtype`, or float32 where a weight is packed."""
+    return _FLOAT32 if any(isinstance(weight, Packed) for weight in weights) else dtype
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from chunkattn.backends.base import (
     Queries,
     to_cache,
 )
-from chunkattn.backends.cpu import library
+from chunkattn.backends.cpu import library, linear
 from chunkattn.backends.registry import register_backend
 from chunkattn.errors import BackendError
 
@@ -102,6 +102,7 @@ class CpuBackend(AttentionBackend):
             window=np.int32(window or 0),
             epsilon=np.float32(heads.epsilon),
             norms=bool(scales),
+            in_chain=heads.dtype == jnp.bfloat16 and (linear.any_rows() or linear.order() is not None),
             format=np.int32(_FORMATS.index(heads.dtype)),
         )
         return out.astype(heads.dtype), (keys, values)

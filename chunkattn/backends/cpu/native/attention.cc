@@ -81,13 +81,36 @@ std::vector<Portion> portions(const Step &step, const Item &item) {
   return found;
 }
 
+// Memory that a thread keeps for its next call: the states of a decode are many and small, and live for microseconds.
+class Kept {
+ public:
+  explicit Kept(size_t count) {
+    auto &free = of_thread();
+    if (!free.empty()) memory_ = std::move(free.back()), free.pop_back();
+    if (memory_.size() < count) memory_.resize(count);
+  }
+  ~Kept() {
+    constexpr size_t kMost = 4;
+    if (auto &free = of_thread(); free.size() < kMost) free.push_back(std::move(memory_));
+  }
+  Kept(const Kept &) = delete;
+  float *get() { return memory_.data(); }
+
+ private:
+  static std::vector<std::vector<float>> &of_thread() {
+    thread_local std::vector<std::vector<float>> free;
+    return free;
+  }
+  std::vector<float> memory_;
+};
+
 // The softmax states of some rows, in memory of their own.
 class States {
  public:
   States(const Step &step, int rows)
       : per_row_(step.lines_per_row()), dim_(step.padded_dim()),
         lines_((rows * per_row_ + kLineGranule - 1) / kLineGranule * kLineGranule),
-        memory_(new float[size_t(lines_) * (dim_ + 2)]) {
+        memory_(size_t(lines_) * (dim_ + 2)) {
     state_ = {memory_.get() + size_t(lines_) * dim_, memory_.get() + size_t(lines_) * (dim_ + 1), memory_.get()};
     clear(rows);
   }
@@ -150,7 +173,7 @@ class States {
   }
 
   int per_row_, dim_, lines_;
-  std::unique_ptr<float[]> memory_;
+  Kept memory_;
   State state_;
 };
 
@@ -214,7 +237,7 @@ template <class Work> void by_rows(Threads &threads, int rows, int at_once, cons
 constexpr int kRowsPerTask = 64;
 
 void attend_written(const Step &step, const Kernel &kernel, Threads &threads) {
-  const bool in_chain = step.num_rows <= kShortRows;
+  const bool in_chain = step.in_chain && step.num_rows <= kShortRows;
   const int64_t row_bytes = int64_t(step.heads) * step.head_dim * (step.format == Format::bf16 ? 2 : 4);
   memset(static_cast<char *>(step.out) + step.num_rows * row_bytes, 0, (step.padded_rows - step.num_rows) * row_bytes);
 

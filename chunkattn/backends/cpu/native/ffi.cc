@@ -96,14 +96,14 @@ ffi::Error attend_heads(ffi::ThreadPool pool, Factors q, Factors k, Factors v, B
                         Numbers num_rows, Numbers row_seq, Numbers row_slot, Numbers row_start, Numbers prefix_end,
                         Numbers tables, Numbers page_len, ffi::RemainingArgs others, ffi::Result<Buffer> out,
                         ffi::Result<Buffer> new_keys, ffi::Result<Buffer> new_values, float scale, int32_t window, float epsilon,
-                        bool norms, int32_t format) {
+                        bool norms, bool in_chain, int32_t format) {
   Step step{};
   Heads heads{};
   step.format = Format(format), step.cache_format = keys.element_type() == ffi::U8 ? Format::fp8 : step.format;
   if (!fill(step, keys, values, num_rows, row_seq, row_slot, row_start, prefix_end, tables, page_len, others, norms ? 2 : 0, out, new_keys,
             new_values))
     return kCopied;
-  step.scale = scale, step.window = window;
+  step.scale = scale, step.window = window, step.in_chain = in_chain;
   heads.q = q.typed_data(), heads.k = k.typed_data(), heads.v = v.typed_data();
   heads.cos = cos.typed_data(), heads.sin = sin.typed_data(), heads.epsilon = epsilon;
   if (norms) {
@@ -250,7 +250,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnAttendHeads, chunkattn::attend_heads,
                                   .RemainingArgs()
                                   .Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>()
                                   .Attr<float>("scale").Attr<int32_t>("window").Attr<float>("epsilon")
-                                  .Attr<bool>("norms").Attr<int32_t>("format"));
+                                  .Attr<bool>("norms").Attr<bool>("in_chain").Attr<int32_t>("format"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnNorm, chunkattn::norm_rows,
                               ffi::Ffi::Bind()

@@ -21,6 +21,7 @@ struct Step {
   const float *temperature, *chunk_scale;                // [S]
   int window;                                            // 0: none
   float scale;
+  bool in_chain;  // native products follow at once
 
   int lines_per_row() const { return heads / kv_heads; }
   // Lines are padded to whole pairs of 16 values.
