@@ -197,6 +197,32 @@ class AttentionBatch:
         return flat.astype(np.int32)
 
 
+class HeadInputs(NamedTuple):
+    """Heads of the rows as the products of a layer have them, before norms and rotation.
+
+    Attributes:
+        q: queries, float32.
+        k: keys, float32.
+        v: values, float32.
+        q_scale: factors `[D]` of the queries' RMS norm, or None for no norm.
+        k_scale: factors `[D]` of the keys' RMS norm, or None for no norm.
+        cos: float32 `[T, 1, D / 2]`, as `rotary_tables` returns.
+        sin: float32 `[T, 1, D / 2]`.
+        epsilon: value added to the mean squares.
+        dtype: dtype of the model, which queries, keys and values are rounded to.
+    """
+
+    q: Queries
+    k: KV
+    v: KV
+    q_scale: Float[Array, " D"] | None
+    k_scale: Float[Array, " D"] | None
+    cos: Float[Array, "T 1 half"]
+    sin: Float[Array, "T 1 half"]
+    epsilon: float
+    dtype: jnp.dtype
+
+
 class AttentionBackend(ABC):
     """Chunk-aware attention over a paged KV cache.
 
@@ -213,6 +239,7 @@ class AttentionBackend(ABC):
         weighs: whether the backend computes `AttentionBatch.weighing`. An engine that needs it refuses other backends.
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
         narrowest_table: number of entries below which narrower page tables are not faster.
+        prepares_heads: whether `forward_inputs` works.
         heads_first: whether a page of the default cache holds the tokens of a KV head side by side.
         checked_by_auto: whether an engine with `attention_backend="auto"` first compares the backend with `xla` on its device.
         smallest_step: rows to which smaller steps are padded.
@@ -225,6 +252,7 @@ class AttentionBackend(ABC):
     weighs: ClassVar[bool] = False
     any_table_width: bool = False
     narrowest_table: ClassVar[int] = 32
+    prepares_heads: ClassVar[bool] = False
     heads_first: ClassVar[bool] = False
     checked_by_auto: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8
@@ -312,6 +340,22 @@ class AttentionBackend(ABC):
         Returns:
             The attention output in q's dtype (padding rows are undefined but finite), and the cache.
         """
+
+    def forward_inputs(self, heads: HeadInputs, cache: KVCache, metadata: Metadata, *, scale: float) -> tuple[Queries, KVCache]:
+        """Normalise and rotate heads, then compute `forward` without a window.
+
+        The cache gets zeros for values that are not finite. Their row gets NaN in every head that reads them.
+
+        Args:
+            heads: heads of the rows.
+            cache: see `forward`.
+            metadata: see `forward`.
+            scale: see `forward`.
+
+        Returns:
+            The attention output in `heads.dtype`, and the cache.
+        """
+        raise NotImplementedError
 
 
 @cache

@@ -53,7 +53,7 @@ def plan(
     console.print(table)
     console.print("GiB on each of N devices. Weights and pool take the memory of JAX but 15%, at most 6 GiB, which steps have.")
     if packed := plans.packed_bytes(config, spec, dtype, types):
-        console.print(f"A CPU packs the weights of this file in {packed / _GIB:.2f} GiB; these devices dequantise them.")
+        console.print(f"A CPU packs the weights in {packed / _GIB:.2f} GiB; these devices dequantise them.")
     if any(chip.is_gpu for chip in chips.values()):
         console.print(f"JAX takes {config.gpu_memory_utilization:.0%} of a GPU (`--gpu-memory-utilization`), and all of a TPU.")
     console.print(f"`of 1/N`: weights, divided by 1/N of all; `prompts`: prompts of {longest:,} tokens.")

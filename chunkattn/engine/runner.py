@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from chunkattn.backends.base import AttentionBackend, KVCache, Metadata
+from chunkattn.backends.base import AttentionBackend, HeadInputs, KVCache, Metadata, on_cpu
 from chunkattn.backends.cpu import label_readout
 from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.host_calls import (
@@ -41,6 +41,7 @@ from chunkattn.engine.sampling import (
     empty_edits,
     empty_input,
     finite_rows,
+    largest,
     normalised,
     read,
     read_labels,
@@ -102,6 +103,7 @@ class Runner:
         self.compiles = ProgramCounts()
         self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles, self.shards, tell)
         self._names, self._params = list(model.weights), list(model.weights.values())
+        self._head_place = self._names.index(model.head_name)
         self.dtype = model.dtype
         self.invariance = Invariance.of(batch_invariant, backend, model.spec, model.dtype, self._params)
         backend.batch_invariant = self.invariance.holds
@@ -120,19 +122,20 @@ class Runner:
         sampled = self.sample_sizes if model.spec.num_labels is None else ()
         self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
         params, pool = [self._partition(*of) for of in model.weights.items()], self.pool.partitions
+        head = [self._partition(model.head_name, model.head)]
         step = self.shards.map(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
         program = partial(self.compiles.jit, shards=self.shards)
         self._gather = program("gather", lambda hidden, rows: hidden[rows])
-        self._sample = program("sample", self._trace_sample, inputs=[params], static_argnames="with_logprobs")
-        self._logits = program("sample", self._trace_logits, inputs=[params])
+        self._sample = program("sample", self._trace_sample, inputs=[head], static_argnames="with_logprobs")
+        self._logits = program("sample", self._trace_logits, inputs=[head])
         self._edit = program("sample", apply_edits)
         self._choose = program("sample", self._trace_choose, static_argnames="with_logprobs")
-        self._read = program("read", self._trace_read, inputs=[params])
-        self._read_labels = program("read", self._trace_read_labels, inputs=[params])
-        self._read_vocabulary = program("read", self._trace_read_vocabulary, inputs=[params])
-        self._classify = program("classify", self._trace_logits, inputs=[params])
+        self._read = program("read", self._trace_read, inputs=[head])
+        self._read_labels = program("read", self._trace_read_labels, inputs=[head])
+        self._read_vocabulary = program("read", self._trace_read_vocabulary, inputs=[head])
+        self._classify = program("classify", self._trace_logits, inputs=[head])
 
     def forward(self, arrays: StepArrays) -> tuple[jax.Array, jax.Array]:
         """Run the layers of one step, without waiting for the device.
@@ -147,7 +150,8 @@ class Runner:
         if self.tell:
             self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
         hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *inputs, backend=backend)
-        finite.copy_to_host_async()
+        if not on_cpu():
+            finite.copy_to_host_async()
         return hidden, finite
 
     @property
@@ -215,7 +219,7 @@ class Runner:
 
     def _readouts(self, size: int) -> list[Program]:
         # Results of programs lie on every device; a program compiles again for an argument that lies elsewhere.
-        params, picked = self._params, self.shards.zeros((size, self.spec.hidden_size))
+        params, picked = self._head, self.shards.zeros((size, self.spec.hidden_size))
         if self.spec.num_labels is not None:
             return [partial(self._classify, params, picked)]
         programs: list[Program] = []
@@ -266,9 +270,9 @@ class Runner:
             self.tell(ReadSample(tuple(rows), parameters, edits, with_logprobs))
         picked = self._pick(hidden, rows, self.sample_sizes)
         if edits is None:
-            drawn = self._sample(self._params, picked, parameters, with_logprobs=with_logprobs)
+            drawn = self._sample(self._head, picked, parameters, with_logprobs=with_logprobs)
         else:  # three programs, so that each width of edits compiles only a small program
-            logits = self._logits(self._params, picked)
+            logits = self._logits(self._head, picked)
             drawn = self._choose(logits, self._edit(logits, edits), parameters, with_logprobs=with_logprobs)
         values: tuple[np.ndarray, TokenLogprobs | None, np.ndarray] = self._fetch(drawn)
         return values
@@ -366,14 +370,14 @@ class Runner:
             if targets is not None:
                 padding = ((0, len(picked) - size), *[(0, 0)] * (targets.ndim - 1))
                 inputs = [np.pad(targets[block], padding, constant_values=-1)]
-            yield block, jax.tree.map(itemgetter(slice(size)), self._fetch(program(self._params, picked, *inputs)))
+            yield block, jax.tree.map(itemgetter(slice(size)), self._fetch(program(self._head, picked, *inputs)))
 
     def _fetch(self, values: Any) -> Any:
         """Return the values of a readout on the host, after the work that the wait is used for."""
         meanwhile, self.while_waiting = self.while_waiting, None
         if meanwhile is not None:
             meanwhile()
-        return jax.device_get(values)
+        return jax.tree.map(np.asarray, values) if on_cpu() else jax.device_get(values)  # the CPU's arrays need no copy
 
     def _pick(self, hidden: jax.Array, rows: Sequence[int], sizes: Sequence[int]) -> jax.Array:
         """Return the hidden states of a block of rows, padded to a bucket, so that readers compile once per bucket."""
@@ -381,11 +385,20 @@ class Runner:
         padded[: len(rows)] = rows
         return self._gather(hidden, padded)
 
+    @property
+    def _head(self) -> Params:
+        """Return the only parameter that the readouts take: every argument of a program costs time at each call."""
+        return self._params[self._head_place : self._head_place + 1]
+
     def _model(self, params: Params) -> Decoder:
         return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.dtype, self.shards)
 
     def _partition(self, name: str, weight: Weight) -> PartitionSpec:
         return self.shards.partition_of_parts(name) if isinstance(weight, Packed) else self.shards.partition(name)
+
+    def _head_model(self, params: Params) -> Decoder:
+        """Return a decoder that computes logits only."""
+        return Decoder(self.spec, {self._names[self._head_place]: params[0]}, self.dtype, self.shards)
 
     # Traced functions
 
@@ -400,23 +413,29 @@ class Runner:
         backend: str | None = None,
     ) -> tuple[jax.Array, jax.Array, list[KVCache]]:
         self.compiles[backend or "step"] += 1  # runs only while JAX traces, so the counter counts compilations
-        caches, forward = list(caches), self.backends[backend].forward
+        caches, attention, layers = list(caches), self.backends[backend], self.spec.layers
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             # A tile multiplies the V of slots that a row does not see by zero, so NaN in the cache would spread to other rows.
             # The cache gets zeros instead, and the row itself gets NaN, which its hidden state keeps.
             fine_k, fine_v = jnp.isfinite(k), jnp.isfinite(v)
             k, v = jnp.where(fine_k, k, 0), jnp.where(fine_v, v, 0)
-            mixer = self.spec.layers[layer].mixer
-            out, caches[layer] = forward(q, k, v, caches[layer], metadata, scale=mixer.scale, window=mixer.window)
+            scale, window = layers[layer].mixer.scale, layers[layer].mixer.window
+            out, caches[layer] = attention.forward(q, k, v, caches[layer], metadata, scale=scale, window=window)
             taint = jnp.where(fine_k & fine_v, 0, jnp.nan).astype(out.dtype)
             return out + jnp.repeat(taint, q.shape[1] // k.shape[1], axis=1)
 
-        hidden = self._model(params)(token_ids, positions, attend)
+        def attend_inputs(layer: int, heads: HeadInputs) -> jax.Array:
+            scale = layers[layer].mixer.scale
+            out, caches[layer] = attention.forward_inputs(heads, caches[layer], metadata, scale=scale)
+            return out
+
+        prepared = attend_inputs if attention.prepares_heads else None
+        hidden = self._model(params)(token_ids, positions, attend, prepared)
         return hidden, finite_rows(hidden), caches
 
     def _trace_logits(self, params: Params, hidden: jax.Array) -> jax.Array:
-        return self._model(params).logits(hidden)
+        return self._head_model(params).logits(hidden)
 
     def _trace_sample(
         self, params: Params, hidden: jax.Array, parameters: SampleInput | None, *, with_logprobs: bool
@@ -430,19 +449,19 @@ class Runner:
         tokens = choose(edited, parameters)
         if with_logprobs:
             return tokens, *read(raw, tokens, self.max_logprobs)
-        return tokens, None, finite_rows(raw)
+        return tokens, None, largest(raw)[1]
 
     def _trace_read(self, params: Params, hidden: jax.Array, targets: jax.Array) -> tuple[TokenLogprobs, jax.Array]:
         return read(self._trace_logits(params, hidden), targets, self.max_logprobs)
 
     def _trace_read_labels(self, params: Params, hidden: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model = self._model(params)
+        model = self._head_model(params)
         if self._reads_at_once:
             return relative(*label_readout.read_labels(hidden, unpacked(model.head), labels))
         return read_labels(model.logits(hidden), labels)
 
     def _trace_read_vocabulary(self, params: Params, hidden: jax.Array) -> tuple[jax.Array, jax.Array]:
-        model = self._model(params)
+        model = self._head_model(params)
         logits = model.logits(hidden)
         if self._reads_at_once:  # for the bits of shorter lists, though the head is multiplied twice
             head, first = unpacked(model.head), jnp.zeros((len(hidden), 1), jnp.int32)

@@ -11,6 +11,7 @@ import numpy as np
 
 from chunkattn.backends.base import StepArray
 from chunkattn.backends.cpu import normaliser as native
+from chunkattn.backends.cpu import rows as native_rows
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.request import Sample
 from chunkattn.engine.step import SampleRow
@@ -309,20 +310,35 @@ def choose(logits: jax.Array, parameters: SampleInput | None) -> jax.Array:
 
 
 def argmax(values: jax.Array) -> jax.Array:
-    """Return int32 `[R]`, the index of each row's first maximum.
+    """Return int32 `[R]`, the index of each row's first maximum; values are float32 `[R, V]`."""
+    return largest(values)[0]
+
+
+def largest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return int32 `[R]`, the index of each row's first maximum, and `finite_rows(values)`.
 
     Args:
-        values: `[R, V]`. XLA:CPU's own argmax takes 10 to 50 times longer for a vocabulary, which is therefore read in blocks:
-            first their maxima, then the block that holds the row's maximum.
+        values: float32 `[R, V]`.
+    """
+    if not native_rows.serves():
+        return _largest(values)
+    found: tuple[jax.Array, jax.Array] = jax.lax.platform_dependent(values, cpu=native_rows.largest, default=_largest)
+    return found
+
+
+def _largest(values: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `largest`. XLA:CPU's own argmax takes 10 to 50 times longer for a vocabulary, which is therefore read in blocks.
+
+    First come the maxima of the blocks, then the block that holds the row's maximum.
     """
     rows, size = values.shape
     width = math.gcd(size, _ARGMAX_BLOCK)
     if width == 1:
-        return values.argmax(-1)
+        return values.argmax(-1).astype(jnp.int32), finite_rows(values)
     blocks = values.reshape(rows, size // width, width)
     best = blocks.max(-1).argmax(-1)
     block = jnp.take_along_axis(blocks, best[:, None, None], axis=1)[:, 0]
-    return best * width + block.argmax(-1)
+    return (best * width + block.argmax(-1)).astype(jnp.int32), finite_rows(values)
 
 
 def read(logits: jax.Array, targets: jax.Array, num_top: int) -> tuple[TokenLogprobs, jax.Array]:

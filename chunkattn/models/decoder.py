@@ -6,22 +6,25 @@ and the training of the demo model share the decoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
 import jax
 import jax.numpy as jnp
 
-from chunkattn.models.linear import multiply, multiply_several, rms_norm
+from chunkattn.backends.base import HeadInputs
+from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
 from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, Attention, DecoderSpec, Mlp
+from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, Attention, DecoderSpec, LayerSpec, Mlp
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """Callback from `(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
+AttendInputs = Callable[[int, HeadInputs], jax.Array]
+"""As `Attend`, with heads that the callback itself normalises and rotates."""
+_GATES = ("gate", "up")
 
 
 @dataclass(frozen=True)
@@ -42,35 +45,49 @@ class Decoder:
     shards: Shards = ONE_DEVICE
 
     @property
-    def head(self) -> Weight:
-        """Return the weight of the logits of a language model, `[vocab, hidden]`."""
-        return self.weights[EMBEDDING if self.spec.tie_embeddings else HEAD]
+    def head_name(self) -> str:
+        """Return the name of the weight of `logits`."""
+        if self.spec.num_labels is not None:
+            return CLASSES
+        return EMBEDDING if self.spec.tie_embeddings else HEAD
 
-    def __call__(self, token_ids: jax.Array, positions: jax.Array, attend: Attend) -> jax.Array:
+    @property
+    def head(self) -> Weight:
+        """Return the weight of `logits`, `[vocab, hidden]` or `[num_labels, hidden]`."""
+        return self.weights[self.head_name]
+
+    def __call__(
+        self, token_ids: jax.Array, positions: jax.Array, attend: Attend, attend_inputs: AttendInputs | None = None
+    ) -> jax.Array:
         """Return the hidden states after the final norm, float32 `[T, hidden]`.
 
         Args:
             token_ids: int32 `[T]` token ids.
             positions: int32 `[T]` position ids.
             attend: attention callback, called once per layer, in order.
+            attend_inputs: callback to call instead, or None.
         """
         rotaries = dict.fromkeys(layer.mixer.rotary for layer in self.spec.layers)
         tables = {rotary: None if rotary is None else rotary_tables(rotary, positions) for rotary in rotaries}
-        x = self.shards.embed(self.weights[EMBEDDING], token_ids)
+        x, added = self.shards.embed(self.weights[EMBEDDING], token_ids), None
         if self.spec.embedding_scale != 1:
             x = x * jnp.asarray(self.spec.embedding_scale, self.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.spec.layers):
             name, norms, rotary = f"model.layers.{index}.", layer.norms, tables[layer.mixer.rotary]
-            mix = partial(self._attention, layer.mixer, name=f"{name}self_attn.", rotary=rotary, attend=partial(attend, index))
-            feed = partial(self._mlp, layer.feed_forward, name=f"{name}mlp.")
-            for half, before, after in (
-                (mix, norms.before_mixer, norms.after_mixer),
-                (feed, norms.before_feed_forward, norms.after_feed_forward),
-            ):
-                y = half(x if before is None else self._norm(x, f"{name}{before}"))
-                y = y if after is None else self._norm(y, f"{name}{after}")
-                x = x + (y if layer.residual_scale == 1 else y * layer.residual_scale)
-        return self._norm(x, "model.norm")
+            attention, mlp = f"{name}self_attn.", f"{name}mlp."
+            x, normed = self._add_norm(x, added, name, norms.before_mixer, [f"{attention}{part}_proj" for part in "qkv"])
+            q, k, v = self._heads(layer.mixer, normed, attention)
+            if attend_inputs is not None and rotary is not None and layer.mixer.rotates_whole and layer.mixer.window is None:
+                scales = self._scales(layer.mixer, attention)
+                out = attend_inputs(index, HeadInputs(q, k, v, *scales, *rotary, self.spec.norm_eps, self.dtype))
+            else:
+                out = attend(index, *self._prepared(layer.mixer, attention, q, k, v, rotary))
+            out = self._linear(out.reshape(len(x), -1), f"{attention}o_proj", self.shards.total)
+            added = self._after(layer, out, name, norms.after_mixer)
+            readers = [f"{mlp}{part}_proj" for part in _GATES]
+            x, normed = self._add_norm(x, added, name, norms.before_feed_forward, readers)
+            added = self._after(layer, self._mlp(layer.feed_forward, normed, mlp), name, norms.after_feed_forward)
+        return self._add_norm(x, added, "model.", "norm", [])[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the logits of hidden states `[N, hidden]`: float32 `[N, vocab]`, or `[N, num_labels]` for a classifier.
@@ -79,7 +96,7 @@ class Decoder:
             hidden: float32 `[N, hidden]` states after the final norm.
         """
         if self.spec.num_labels is not None:
-            return multiply(hidden, self.weights[CLASSES])
+            return multiply(hidden, self.head)
         logits = self.shards.gather(multiply(hidden, self.head), self.spec.vocab_size)
         if self.spec.logit_scale != 1:
             logits = logits * self.spec.logit_scale
@@ -87,51 +104,86 @@ class Decoder:
             logits = jnp.tanh(logits / cap) * cap
         return logits
 
-    def _attention(
+    def _heads(self, spec: Attention, x: jax.Array, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries, keys and values, float32 `[T, heads, d]`, from the input `[T, hidden]` of an attention layer."""
+        q, k, v = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
+        if spec.qk_norm == "whole":
+            q, k = (self._norm(y, f"{name}{part}_norm") for y, part in ((q, "q"), (k, "k")))
+        q, k, v = (product.reshape(len(x), -1, spec.head_dim) for product in (q, k, v))
+        return q, k, v
+
+    def _scales(self, spec: Attention, name: str) -> tuple[jax.Array | None, jax.Array | None]:
+        """Return the factors of the norms of each query and key head, if there are such norms."""
+        if spec.qk_norm != "head":
+            return None, None
+        return self._scale(f"{name}q_norm"), self._scale(f"{name}k_norm")
+
+    def _prepared(
         self,
         spec: Attention,
-        x: jax.Array,
         name: str,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
         rotary: tuple[jax.Array, jax.Array] | None,
-        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
-    ) -> jax.Array:
-        """Return an attention layer's output, float32 `[T, hidden]`, from an input of the same shape and dtype."""
-        parts = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
-        if spec.qk_norm == "whole":
-            parts[:2] = self._norm(parts[0], f"{name}q_norm"), self._norm(parts[1], f"{name}k_norm")
-        q, k, v = (part.reshape(len(x), -1, spec.head_dim) for part in parts)
-        if spec.qk_norm == "head":
-            q, k = self._norm(q, f"{name}q_norm"), self._norm(k, f"{name}k_norm")
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries, keys and values, normalised and rotated, in the model's dtype."""
+        q_scale, k_scale = self._scales(spec, name)
+        if q_scale is not None and k_scale is not None:
+            q, k = (rms_norm(x, scale, self.spec.norm_eps) for x, scale in ((q, q_scale), (k, k_scale)))
         if rotary is not None:
-            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        out = attend(q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype))
-        return self._linear(out.reshape(len(x), -1), f"{name}o_proj", self.shards.total)
+            q, k = (apply_rotary(x, *rotary) for x in (q, k))
+        return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
 
     def _mlp(self, spec: Mlp, x: jax.Array, name: str) -> jax.Array:
-        """Return the output of a gated MLP (arXiv:2002.05202), float32 `[T, hidden]`, from such an input."""
-        gate, up = self._several(x, [f"{name}gate_proj", f"{name}up_proj"])
-        gate = jax.nn.silu(gate) if spec.activation == "silu" else jax.nn.gelu(gate, approximate=True)
-        return self._linear(gate * up, f"{name}down_proj", self.shards.total)
+        """Return the output of a gated MLP (arXiv:2002.05202), float32 `[T, hidden]`, from an input `[T, hidden]`."""
+        gate, up = self._several(x, [f"{name}{part}_proj" for part in _GATES])
+        if spec.activation == "silu":
+            product = gated(gate, up, self._dtype_into([f"{name}down_proj"]))
+        else:
+            product = jax.nn.gelu(gate, approximate=True) * up
+        return self._linear(product, f"{name}down_proj", self.shards.total)
 
-    def _linear(self, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array] = lambda y: y) -> jax.Array:
+    def _several(self, x: jax.Array, names: Sequence[str]) -> list[jax.Array]:
+        """Return float32 `[N, out]` for each name, from one input `[N, in]`."""
+        products = multiply_several(x, [self.weights[f"{name}.weight"] for name in names])
+        return [self._biased(product, name) for product, name in zip(products, names, strict=True)]
+
+    def _linear(self, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Return float32 `[N, out]` from `[N, in]`; `total` adds up the products of devices that divide the inputs."""
         return self._biased(total(multiply(x, self.weights[f"{name}.weight"])), name)
-
-    def _several(self, x: jax.Array, names: list[str]) -> list[jax.Array]:
-        """Return `_linear` of one input for each of several modules."""
-        products = multiply_several(x, [self.weights[f"{name}.weight"] for name in names])
-        return [self._biased(y, name) for y, name in zip(products, names, strict=True)]
 
     def _biased(self, y: jax.Array, name: str) -> jax.Array:
         """Add the bias of a module to its products, if it has one."""
         bias = self.weights.get(f"{name}.bias")
         return y if bias is None else y + unpacked(bias).astype(jnp.float32)
 
-    def _norm(self, x: jax.Array, name: str) -> jax.Array:
+    def _dtype_into(self, names: Sequence[str]) -> jnp.dtype:
+        """Return the dtype of rows that modules multiply; float32 if there is no module."""
+        return rows_dtype([self.weights[f"{name}.weight"] for name in names], self.dtype if names else jnp.dtype("float32"))
+
+    def _scale(self, name: str) -> jax.Array:
+        """Return the factors of a norm."""
         weight = unpacked(self.weights[f"{name}.weight"])
-        if self.spec.norm_offset:
-            weight = weight.astype(jnp.float32) + self.spec.norm_offset
-        return rms_norm(x, weight, self.spec.norm_eps)
+        return weight.astype(jnp.float32) + self.spec.norm_offset if self.spec.norm_offset else weight
+
+    def _norm(self, x: jax.Array, name: str) -> jax.Array:
+        return rms_norm(x, self._scale(name), self.spec.norm_eps)
+
+    def _after(self, layer: LayerSpec, y: jax.Array, name: str, norm: str | None) -> jax.Array:
+        """Return what a half of a layer adds to the residual stream, from its output float32 `[T, hidden]`."""
+        y = y if norm is None else self._norm(y, f"{name}{norm}")
+        return y if layer.residual_scale == 1 else y * layer.residual_scale
+
+    def _add_norm(
+        self, x: jax.Array, added: jax.Array | None, name: str, norm: str | None, readers: Sequence[str]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return `x` plus what a layer adds, float32 `[N, hidden]`, and its norm, for the modules that multiply it."""
+        if norm is None:
+            x = x if added is None else x + added
+            return x, x
+        scale, epsilon, dtype = self._scale(f"{name}{norm}"), self.spec.norm_eps, self._dtype_into(readers)
+        return (x, rms_norm(x, scale, epsilon, dtype)) if added is None else add_rms_norm(x, added, scale, epsilon, dtype)
 
 
 def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decoder:

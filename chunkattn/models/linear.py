@@ -2,31 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from chunkattn.backends.cpu import linear as native
+from chunkattn.backends.cpu import rows
 from chunkattn.models.packed import Packed, Weight, multiply_packed
 
+_FLOAT32 = jnp.dtype("float32")
 _COLUMNS = 8
 """Least columns of a product: XLA:CPU adds up a product of fewer in an order that follows the number of rows."""
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
-    """Return RMSNorm over the last axis, float32 `[*axes, features]`.
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, dtype: jnp.dtype = _FLOAT32) -> jax.Array:
+    """Return RMSNorm over the last axis, `[*axes, features]` in `dtype`.
 
     Args:
         x: `[*axes, features]`.
         scale: `[features]` factors of the normalised values.
         epsilon: value added to the mean square.
+        dtype: dtype of the result.
 
     Source: arXiv:1910.07467.
     """
-    x = x.astype(jnp.float32)
+    options: dict[str, Any] = {"epsilon": epsilon, "dtype": dtype}
+    normed: jax.Array = _on_cpus(partial(rows.norm, **options), partial(_norm, **options))(x.astype(jnp.float32), scale)
+    return normed
+
+
+def add_rms_norm(
+    x: jax.Array, delta: jax.Array, scale: jax.Array, epsilon: float, dtype: jnp.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Return `x + delta`, and its `rms_norm` in `dtype`.
+
+    Args:
+        x: float32 `[N, features]`.
+        delta: float32 `[N, features]`.
+        scale: `[features]` factors of the normalised values.
+        epsilon: value added to the mean square.
+        dtype: dtype of the norm.
+    """
+    options: dict[str, Any] = {"epsilon": epsilon, "dtype": dtype}
+
+    def plain(x: jax.Array, delta: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return x + delta, _norm(x + delta, scale, **options)
+
+    total, normed = _on_cpus(partial(rows.add_norm, **options), plain)(x, delta, scale)
+    return total, normed
+
+
+def gated(gate: jax.Array, up: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """Return `silu(gate) * up` in `dtype`, from float32 arrays of one shape."""
+
+    def plain(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return (jax.nn.silu(gate) * up).astype(dtype)
+
+    product: jax.Array = _on_cpus(partial(rows.gate, dtype=dtype), plain)(gate, up)
+    return product
+
+
+def _norm(x: jax.Array, scale: jax.Array, *, epsilon: float, dtype: jnp.dtype) -> jax.Array:
     mean = sums(jnp.square(x)) / x.shape[-1]
-    return x * jax.lax.rsqrt(mean + epsilon) * scale.astype(jnp.float32)
+    return (x * jax.lax.rsqrt(mean + epsilon) * scale.astype(jnp.float32)).astype(dtype)
+
+
+def _on_cpus(native: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `native` on CPUs and `plain` elsewhere. Its derivative is that of `plain`."""
+    if not rows.serves():
+        return plain
+
+    @jax.custom_jvp
+    def either(*args: jax.Array) -> Any:
+        return jax.lax.platform_dependent(*args, cpu=native, default=plain)
+
+    either.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return either
 
 
 def multiply(x: jax.Array, weight: Weight) -> jax.Array:
@@ -48,14 +102,30 @@ def multiply(x: jax.Array, weight: Weight) -> jax.Array:
 
 
 def multiply_several(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]:
-    """Return `multiply` of the same rows with each of several weights, with the same bits.
+    """Return `multiply` of the same rows with each of several weights, where possible in one native call.
 
     Args:
         x: `[N, in]`.
         weights: weights `[out, in]`; packed ones share the integers of the rows.
     """
     packed = [weight for weight in weights if isinstance(weight, Packed)]
-    return multiply_packed(x, packed) if len(packed) == len(weights) else [multiply(x, weight) for weight in weights]
+    if len(packed) == len(weights):
+        return multiply_packed(x, packed)
+    plain = [weight for weight in weights if not isinstance(weight, Packed)]
+    rows = x.astype(plain[0].dtype)
+    if packed or not all(native.serves(rows, weight) for weight in plain):
+        return [multiply(x, weight) for weight in weights]
+    products: list[jax.Array] = jax.lax.platform_dependent(rows, *plain, cpu=native.multiply_several, default=_dots)
+    return products
+
+
+def _dots(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    return [dot(x, weight) for weight in weights]
+
+
+def rows_dtype(weights: Sequence[Weight], dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of rows that `multiply` takes without loss: `dtype`, or float32 where a weight is packed."""
+    return _FLOAT32 if any(isinstance(weight, Packed) for weight in weights) else dtype
 
 
 def dot(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -66,6 +66,11 @@ class Attention:
     qk_norm: Literal["head", "whole"] | None = None
 
     @property
+    def rotates_whole(self) -> bool:
+        """Return whether the rotary embedding turns whole heads."""
+        return self.rotary is not None and 2 * len(self.rotary.inv_freq) == self.head_dim
+
+    @property
     def heads(self) -> tuple[int, int, int]:
         """Return the sizes that decide the shape of K/V and the kernel: query heads, KV heads and the size of a head."""
         return self.num_heads, self.num_kv_heads, self.head_dim

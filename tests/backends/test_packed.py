@@ -1,5 +1,6 @@
 """Packed weights: packing, products and gathered rows against the gguf package and double precision, and their bits."""
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -8,6 +9,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize, quantize
 
 from chunkattn.backends.cpu import build, library, packed
+from chunkattn.errors import ModelError
 from tests.cpu_kernels import use
 from tests.gguf_files import HALVES, random_blocks
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from chunkattn import testing
 from chunkattn.backends import AttentionSpec, get_backend, register_backend
-from chunkattn.backends.cpu import library, linear
+from chunkattn.backends.cpu import library, linear, packed
 from chunkattn.backends.xla import XlaBackend
 from chunkattn.cli import app, check, environment
 from chunkattn.engine import invariance
@@ -37,6 +37,8 @@ def test_env_names_what_is_in_use(monkeypatch):
     assert "very secret" not in result.output
     native = "native, on AMX tiles" if linear.any_rows() else f"few rows are native, in XLA's order: {linear.order()}"
     assert lines["products of bfloat16"].strip() == ("XLA computes them" if library.refusal() else native)
+    formats = f"native products of {', '.join(packed.FORMATS)}"
+    assert lines["packed weights"].strip() == (f"none: {library.refusal()}" if library.refusal() else formats)
     assert lines["same bits"].strip() == (
         f"kept by {'xla' if library.refusal() else 'cpu'} in float32, bfloat16 and float16: rows agree for any number of "
         "rows in products of depth 3,072 or sums of 1,000"
@@ -84,6 +86,22 @@ def test_steps_of_many_rows_are_left_to_accelerators(monkeypatch, platform, many
     assert not check._kernels("reference", 1)
     assert len(tried) > len(check.MANY_ROWS)
     assert any("scale" in options for options in tried) == many_rows
+
+
+@pytest.mark.skipif(library.refusal() is not None, reason="no native library")
+def test_check_of_packed_products(monkeypatch, capsys):
+    monkeypatch.setattr(packed, "FORMATS", {name: packed.FORMATS[name] for name in ("Q5_1", "Q6_K")})
+    assert check._packed() == []
+    assert capsys.readouterr().out.count("right packed") == 4
+    original = packed.multiply
+    for change, told in (
+        (lambda y: y * 1.05, "relative error 5"),
+        (lambda y: y + 1e-4 * (len(y) == 1), "a row alone has other"),
+    ):
+        monkeypatch.setattr(packed, "multiply", lambda *args, change=change, **options: change(original(*args, **options)))
+        failures = check._packed()
+        assert len(failures) == 4
+        assert all(told in failure for failure in failures)
 
 
 @pytest.mark.slow

@@ -4,14 +4,17 @@ import os
 import re
 
 import pytest
+from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
+from chunkattn.backends.cpu import library
 from chunkattn.cli import app
 from chunkattn.config import EngineConfig
 from chunkattn.engine.build import take_gpu_memory
 from chunkattn.engine.plan import CHIPS, chip_of
 from chunkattn.errors import ConfigError
+from tests.gguf_files import CONFIGS, Written
 
 VARIABLE, DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
 GIB = 1 << 30
@@ -64,6 +67,20 @@ def test_weights_and_tokens_are_those_counted_by_hand(folder):
         assert (weights, pages, tokens) == (f"{held / GIB:.2f}", f"{fit:,}", f"{fit * page:,}")
         assert pool == f"{fit * page * TOKEN / size / GIB:.2f}"
     assert float(found["v6e", 16][1]) == pytest.approx(1.034, abs=0.001)  # two devices share each KV head
+
+
+@pytest.mark.skipif(library.refusal() is not None, reason="no native library")
+def test_the_packed_weights_of_a_gguf_file(tmp_path, folder):
+    path = str(Written(tmp_path / "model.gguf", CONFIGS["llama-tied"], Kind.Q4_K).path)
+    # Q4_K has 4.625 bits a weight here, and norms have 16: 5 of 256.
+    packed = (128 * 256 + 2 * (4 * 256 + 2 * 128 + 2 * 256) * 256) * 4.625 / 8 + 5 * 256 * 2
+    assert f"A CPU packs the weights in {packed / GIB:.2f} GiB" in run(path)[1]
+    assert "A CPU packs" not in run(path, "--weights", "dequantized")[1] + run(path, "--dtype", "float32")[1] + run(folder)[1]
+    matrices = PARAMETERS - 65 * 4096
+    assert (
+        f"A CPU packs the weights in {(matrices * 8.5 / 8 + 65 * 4096 * 2) / GIB:.2f} GiB"
+        in run(folder, "--quantization", "int8")[1]
+    )
 
 
 def test_options_count(folder):

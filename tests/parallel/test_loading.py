@@ -1,9 +1,12 @@
 """Loading a model over several devices: the bytes that are read, and the values."""
 
+import copy
 import shutil
 from collections import Counter
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as Kind
@@ -12,13 +15,15 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.loader import open_files
+from chunkattn.models.packed import Packed
+from chunkattn.models.packing import Packing
 from chunkattn.models.safetensors_folder import SafetensorsFolder
 from chunkattn.models.shards import Shards
 from chunkattn.models.weights import save_weights
 from tests.gguf_files import CONFIGS, Written
 
 
-def load(path, size, monkeypatch=None, source=SafetensorsFolder):
+def load(path, size, monkeypatch=None, source=SafetensorsFolder, packing=None):
     """Load a model over some devices. Return the decoder, and the bytes of every read by tensor."""
     files = open_files(EngineConfig(model=str(path), dtype="float32", skip_tokenizer_init=True))
     reads = {}
@@ -31,7 +36,7 @@ def load(path, size, monkeypatch=None, source=SafetensorsFolder):
             return values
 
         monkeypatch.setattr(source, "read", read)
-    return files.load(Shards.over(jax.devices()[:size], files.spec)), reads
+    return files.load(Shards.over(jax.devices()[:size], files.spec), packing), reads
 
 
 def check_reads(decoder, reads):
@@ -70,6 +75,31 @@ def test_slices_of_gguf(tmp_path, monkeypatch, kind):
         decoder, reads = load(path, 4, patch, GGUFTensors)
     check_reads(decoder, reads)
     check_values(decoder, whole)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("kind", "dense"), [(Kind.Q4_1, ()), (Kind.Q6_K, ("o_proj", "down_proj"))])
+def test_parts_of_packed_matrices(tmp_path, kind, dense):
+    """Four devices hold 64 of 256 columns each, which fill no block of Q6_K, and 48 rows of a vocabulary of 131."""
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.vocab_size = 131
+    path = Written(tmp_path / "model.gguf", config, kind).path
+    (whole, _), (decoder, _) = load(path, 1), load(path, 4, packing=Packing())
+    for name, weight in decoder.weights.items():
+        expected, module = np.asarray(whole.weights[name]), name.split(".")[-2]
+        assert isinstance(weight, Packed) == (expected.ndim == 2 and module not in dense), name
+        if not isinstance(weight, Packed):
+            np.testing.assert_array_equal(weight, expected, err_msg=name)
+            continue
+        found = [_rows(weight, shard.data) for shard in sorted(weight.data.addressable_shards, key=lambda s: s.index[0].start)]
+        parts = found[:: 4 // decoder.shards.division(name)[1]]  # two devices share a KV head
+        joined = np.concatenate(parts, axis=decoder.shards.division(name)[0])
+        np.testing.assert_array_equal(joined[: len(expected)], expected, err_msg=name)
+        assert not joined[len(expected) :].any()
+
+
+def _rows(weight, data):
+    return np.asarray(replace(weight, data=jax.device_put(data, jax.devices()[0])).rows(jnp.arange(weight.outputs)))
 
 
 def test_a_part_that_is_not_finite_is_refused(wide, tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 
+from chunkattn.models.packing import forms_of
 from tests.checkpoints import CHECKPOINTS
 from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, Answers
 
@@ -71,6 +72,17 @@ def test_options(wide, start, expected, size, tolerance, options):
     Answers(start(wide("qwen3"), size, attention_backend="cpu", **options)).check(
         expected("qwen3", "cpu", **options), tolerance
     )
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("size", [2, 4])
+def test_packed_weights(wide, start, expected, size):
+    """The sums of the devices are rounded before the next product makes integers of them."""
+    changes, options = (("intermediate_size", 256),), {"quantization": "int8"}
+    llm = start(wide("qwen3", **dict(changes)), size, attention_backend="cpu", **options)
+    names = [name for name, *_ in forms_of(dict(zip(llm.core.runner._names, llm.core.runner._params, strict=True)))]
+    assert len(names) == 1 + 3 * 7
+    Answers(llm).check(expected("qwen3", "cpu", changes, **options), 5e-3)
 
 
 @pytest.mark.ci

@@ -6,18 +6,32 @@ itself is written in C++; see `native/`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import KV, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, Metadata, Queries, to_cache
-from chunkattn.backends.cpu import library
+from chunkattn.backends.base import (
+    KV,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionSpec,
+    HeadInputs,
+    KVCache,
+    Metadata,
+    Queries,
+    to_cache,
+)
+from chunkattn.backends.cpu import library, linear
 from chunkattn.backends.registry import register_backend
 from chunkattn.errors import BackendError
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 16
 MAX_GROUPS = 256
+_FORMATS = tuple(map(jnp.dtype, ("float32", "bfloat16", "float16")))
+"""Dtypes of models, as `Format` in `native/step.h` counts them."""
 
 
 @register_backend("cpu")
@@ -26,6 +40,7 @@ class CpuBackend(AttentionBackend):
 
     keeps_bits = True
     weighs = True
+    prepares_heads = True
     heads_first = True
     any_table_width = True
     smallest_step = 1
@@ -63,8 +78,38 @@ class CpuBackend(AttentionBackend):
         k, v = (to_cache(x, self.spec.cache_dtype) for x in (k, v))
         arrays, weighing, page_position = metadata
         more = jax.tree.leaves(weighing if window is None else page_position)  # chunks are weighed anew in full attention alone
-        result = (q.shape, q.dtype if q.dtype == jnp.bfloat16 else jnp.float32)
-        shapes = [jax.ShapeDtypeStruct(*x) for x in (result, *((pool.shape, pool.dtype) for pool in cache))]  # type: ignore[no-untyped-call]
-        call = jax.ffi.ffi_call(library.ATTENTION, shapes, input_output_aliases={3: 1, 4: 2})
+        call = self._call(library.ATTENTION, q.shape, q.dtype, cache)
         out, keys, values = call(q, k, v, *cache, *arrays, *more, scale=np.float32(scale), window=np.int32(window or 0))
         return out.astype(q.dtype), (keys, values)
+
+    def forward_inputs(self, heads: HeadInputs, cache: KVCache, metadata: Metadata, *, scale: float) -> tuple[Queries, KVCache]:
+        """Prepare heads, write and attend in one native call; see `AttentionBackend.forward_inputs`."""
+        scales = [x for x in (heads.q_scale, heads.k_scale) if x is not None]
+        arrays, weighing, _ = metadata
+        call = self._call(library.ATTEND_HEADS, heads.q.shape, heads.dtype, cache)
+        out, keys, values = call(
+            heads.q,
+            heads.k,
+            heads.v,
+            *cache,
+            heads.cos,
+            heads.sin,
+            *arrays,
+            *scales,
+            *jax.tree.leaves(weighing),
+            scale=np.float32(scale),
+            epsilon=np.float32(heads.epsilon),
+            norms=bool(scales),
+            in_chain=heads.dtype == jnp.bfloat16 and (linear.any_rows() or linear.order() is not None),
+            format=np.int32(_FORMATS.index(heads.dtype)),
+        )
+        return out.astype(heads.dtype), (keys, values)
+
+    def _call(
+        self, operator: str, shape: tuple[int, ...], dtype: jnp.dtype, cache: KVCache
+    ) -> Callable[..., Sequence[jax.Array]]:
+        """Return an operator that writes K and V, its arguments 3 and 4, in place."""
+        result = (shape, dtype if dtype == jnp.bfloat16 else jnp.float32)
+        shapes = [jax.ShapeDtypeStruct(*x) for x in (result, *((pool.shape, pool.dtype) for pool in cache))]  # type: ignore[no-untyped-call]
+        call: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(operator, shapes, input_output_aliases={3: 1, 4: 2})
+        return call

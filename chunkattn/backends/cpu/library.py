@@ -15,12 +15,21 @@ from chunkattn.backends.cpu.build import LIBRARY, sources_digest
 from chunkattn.errors import BackendError
 
 ATTENTION = "chunkattn_attention"
+ATTEND_HEADS = "chunkattn_attend_heads"
+GATE = "chunkattn_gate"
+LARGEST = "chunkattn_largest"
 MULTIPLY = "chunkattn_multiply"
+MULTIPLY_SEVERAL = "chunkattn_multiply_several"
+NORM = "chunkattn_norm"
 NORMALISE = "chunkattn_normalise"
 READ = "chunkattn_read"
 PACKED_MULTIPLY = "chunkattn_packed_multiply"
 PACKED_GATHER = "chunkattn_packed_gather"
 """Names of the operators in XLA programs. The library has each without underscores, its words capitalised."""
+_OPERATORS = (
+    *(ATTENTION, ATTEND_HEADS, GATE, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ),
+    *(PACKED_MULTIPLY, PACKED_GATHER),
+)
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""
 BUILD_HINT = "with a C++ compiler, `python -m chunkattn.backends.cpu.build` makes it"
@@ -53,8 +62,7 @@ def _register() -> ctypes.CDLL:
     library = ctypes.cdll.LoadLibrary(str(LIBRARY))
     try:
         texts = library.chunkattn_use, library.chunkattn_kernel, library.chunkattn_packed_kernel, library.chunkattn_sources
-        names = (ATTENTION, MULTIPLY, NORMALISE, READ, PACKED_MULTIPLY, PACKED_GATHER)
-        handlers = {name: getattr(library, name.title().replace("_", "")) for name in names}
+        handlers = {name: getattr(library, name.title().replace("_", "")) for name in _OPERATORS}
         library.chunkattn_pack.restype = ctypes.c_bool
         library.chunkattn_quantize_q8_0.restype = None
     except AttributeError as error:

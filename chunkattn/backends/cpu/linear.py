@@ -96,6 +96,20 @@ def multiply(x: Float[Array, "N in"], weight: Float[Array, "out in"]) -> Float32
     return _native(x, weight, by)
 
 
+def multiply_several(x: Float[Array, "N in"], *weights: Float[Array, "out in"]) -> list[Float32[Array, "N out"]]:
+    """Return `multiply` of each weight, in one native call.
+
+    Args:
+        x: bfloat16 rows.
+        *weights: bfloat16 weights; `serves` accepts each.
+    """
+    by = _IGNORED if any_rows() else order()
+    assert by is not None
+    shapes = [jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float32) for weight in weights]  # type: ignore[no-untyped-call]
+    call = jax.ffi.ffi_call(library.MULTIPLY_SEVERAL, shapes)
+    return list(call(x, *weights, ascending=by.ascending, block=np.int32(by.block)))
+
+
 def _native(x: Float[Array, "N in"], weight: Float[Array, "out in"], by: Order) -> Float32[Array, "N out"]:
     out = jax.ShapeDtypeStruct((len(x), len(weight)), jnp.float32)  # type: ignore[no-untyped-call]
     call = jax.ffi.ffi_call(library.MULTIPLY, out)

@@ -94,13 +94,36 @@ std::vector<Portion> portions(const Step &step, const Item &item) {
   return found;
 }
 
+// Memory that a thread keeps for its next call: the states of a decode are many and small, and live for microseconds.
+class Kept {
+ public:
+  explicit Kept(size_t count) {
+    auto &free = of_thread();
+    if (!free.empty()) memory_ = std::move(free.back()), free.pop_back();
+    if (memory_.size() < count) memory_.resize(count);
+  }
+  ~Kept() {
+    constexpr size_t kMost = 4;
+    if (auto &free = of_thread(); free.size() < kMost) free.push_back(std::move(memory_));
+  }
+  Kept(const Kept &) = delete;
+  float *get() { return memory_.data(); }
+
+ private:
+  static std::vector<std::vector<float>> &of_thread() {
+    thread_local std::vector<std::vector<float>> free;
+    return free;
+  }
+  std::vector<float> memory_;
+};
+
 // The softmax states of some rows, in memory of their own.
 class States {
  public:
   States(const Step &step, int rows)
       : per_row_(step.lines_per_row()), dim_(step.padded_dim()),
         lines_((rows * per_row_ + kLineGranule - 1) / kLineGranule * kLineGranule),
-        memory_(new float[size_t(lines_) * (dim_ + 2)]) {
+        memory_(size_t(lines_) * (dim_ + 2)) {
     state_ = {memory_.get() + size_t(lines_) * dim_, memory_.get() + size_t(lines_) * (dim_ + 1), memory_.get()};
     clear(rows);
   }
@@ -163,7 +186,7 @@ class States {
   }
 
   int per_row_, dim_, lines_;
-  std::unique_ptr<float[]> memory_;
+  Kept memory_;
   State state_;
 };
 
@@ -219,14 +242,15 @@ struct Divided {
   }
 };
 
-}  // namespace
+// Calls `work(first, last)` for blocks of rows.
+template <class Work> void by_rows(Threads &threads, int rows, int at_once, const Work &work) {
+  parallel(threads, divided(rows, at_once), [&](int task) { work(task * at_once, std::min(rows, (task + 1) * at_once)); });
+}
 
-void attention(const Step &step, const Kernel &kernel, Threads &threads) {
-  constexpr int kRowsPerTask = 64;
-  parallel(threads, (step.num_rows + kRowsPerTask - 1) / kRowsPerTask, [&](int task) {
-    const int end = std::min(step.num_rows, (task + 1) * kRowsPerTask);
-    for (int row = task * kRowsPerTask; row < end; row++) write_row(step, row);
-  });
+constexpr int kRowsPerTask = 64;
+
+void attend_written(const Step &step, const Kernel &kernel, Threads &threads) {
+  const bool in_chain = step.in_chain && step.num_rows <= kShortRows;
   const int64_t row_bytes = int64_t(step.heads) * step.head_dim * (step.format == Format::bf16 ? 2 : 4);
   memset(static_cast<char *>(step.out) + step.num_rows * row_bytes, 0, (step.padded_rows - step.num_rows) * row_bytes);
 
@@ -234,7 +258,7 @@ void attention(const Step &step, const Kernel &kernel, Threads &threads) {
   const int count = int(items.size());
   if (count >= 4 * threads.count() || threads.count() == 1) {
     // The last items of a sequence see most: begin with them.
-    parallel(threads, count, [&](int i) { attend_whole(step, kernel, items[count - 1 - i]); });
+    parallel(threads, count, [&](int i) { attend_whole(step, kernel, items[count - 1 - i]); }, in_chain);
     return;
   }
   std::vector<std::unique_ptr<Divided>> divided;
@@ -243,25 +267,77 @@ void attention(const Step &step, const Kernel &kernel, Threads &threads) {
     divided.push_back(std::make_unique<Divided>(step, item));
     for (size_t i = 0; i < divided.back()->states.size(); i++) tasks.push_back({int(divided.size()) - 1, int(i)});
   }
-  parallel(threads, int(tasks.size()), [&](int i) { divided[tasks[i].first]->attend(step, kernel, tasks[i].second); });
+  parallel(threads, int(tasks.size()), [&](int i) { divided[tasks[i].first]->attend(step, kernel, tasks[i].second); }, in_chain);
+}
+
+}  // namespace
+
+void attention(const Step &step, const Kernel &kernel, Threads &threads) {
+  by_rows(threads, step.num_rows, kRowsPerTask, [&](int first, int last) {
+    for (int row = first; row < last; row++) write_row(step, row);
+  });
+  attend_written(step, kernel, threads);
+}
+
+void attention_of_heads(Step step, Heads heads, const Kernel &kernel, Threads &threads) {
+  thread_local std::vector<char> queries;
+  const size_t row_bytes = size_t(step.heads) * step.head_dim * bytes_of(step.format);
+  if (queries.size() < step.num_rows * row_bytes) queries.resize(step.num_rows * row_bytes);
+  std::vector<uint8_t> finite(size_t(step.num_rows) * step.kv_heads);
+  step.q = heads.queries = queries.data(), heads.finite = finite.data();
+  by_rows(threads, step.num_rows, kShortRows, [&](int first, int last) { kernel.rows_alone.prepare(step, heads, first, last); });
+  attend_written(step, kernel, threads);
+  const size_t group = size_t(step.lines_per_row()) * step.head_dim;
+  for (size_t i = 0; i < finite.size(); i++) {
+    if (finite[i]) continue;
+    if (step.format == Format::bf16)
+      std::fill_n(static_cast<uint16_t *>(step.out) + i * group, group, uint16_t(0x7fc0));
+    else
+      std::fill_n(static_cast<float *>(step.out) + i * group, group, std::nanf(""));
+  }
+}
+
+void norm(const Norm &given, const Kernel &kernel, Threads &threads) {
+  by_rows(threads, given.rows, kShortRows, [&](int first, int last) { kernel.rows_alone.norm(given, first, last); });
+}
+
+void gate(const Gate &given, const Kernel &kernel, Threads &threads) {
+  constexpr int64_t kValues = 1 << 16;  // of a task
+  parallel(threads, int((given.values + kValues - 1) / kValues), [&](int task) {
+    kernel.rows_alone.gate(given, task * kValues, std::min(given.values, (task + 1) * kValues));
+  });
+}
+
+void largest(const float *logits, int rows, int count, int32_t *index, bool *finite, const Kernel &kernel, Threads &threads) {
+  parallel(
+      threads, rows, [&](int row) { kernel.rows_alone.largest(logits + int64_t(row) * count, count, index + row, finite + row); },
+      rows <= kShortRows);
 }
 
 void normalise(const float *logits, int rows, int count, float *to, const Kernel &kernel, Threads &threads) {
   parallel(threads, rows, [&](int row) { kernel.normalise(logits + int64_t(row) * count, count, to + 2 * row); });
 }
 
-void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads) {
-  if (!given.rows || !given.outputs) return;
-  const int rows = divided(divided(given.rows, divided(given.rows, kernel.rows)), kGranule) * kGranule;
-  const int blocks = divided(given.rows, rows), wanted = divided(threads.count() * kTasksPerThread, blocks);
-  const int pieces = std::max(2, divided(divided(given.outputs, kGranule), wanted));
-  const int outputs = std::min(pieces * kGranule, kernel.outputs), parts = divided(given.outputs, outputs);
-  parallel(threads, blocks * parts, [&](int task) {
-    const int row = task % blocks * rows, first = task / blocks * outputs;  // neighbours share a piece of the weight
-    RowProduct part = given;
-    part.x += int64_t(row) * given.in, part.out += int64_t(row) * given.outputs, part.rows = std::min(rows, given.rows - row);
-    kernel.multiply(part, first, std::min(given.outputs, first + outputs));
-  });
+void multiply(const RowProduct &given, const Kernel &kernel, Threads &threads) { multiply(&given, 1, kernel, threads); }
+
+void multiply(const RowProduct *given, int count, const Kernel &kernel, Threads &threads) {
+  if (!given->rows) return;
+  const int rows = divided(divided(given->rows, divided(given->rows, kernel.rows)), kGranule) * kGranule;
+  const int blocks = divided(given->rows, rows), wanted = divided(threads.count() * kTasksPerThread, blocks);
+  int64_t all = 0;
+  for (int i = 0; i < count; i++) all += given[i].outputs;
+  const int pieces = std::max<int64_t>(2, (all + int64_t(kGranule) * wanted - 1) / (int64_t(kGranule) * wanted));
+  const int outputs = std::min(pieces * kGranule, kernel.outputs);
+  std::vector<std::pair<int, int>> parts;  // product, and first output
+  for (int i = 0; i < count; i++)
+    for (int first = 0; first < given[i].outputs; first += outputs) parts.push_back({i, first});
+  const auto one = [&](int task) {
+    const int row = task % blocks * rows, first = parts[task / blocks].second;  // neighbours share a piece of the weight
+    RowProduct part = given[parts[task / blocks].first];
+    part.x += int64_t(row) * part.in, part.out += int64_t(row) * part.outputs, part.rows = std::min(rows, part.rows - row);
+    kernel.multiply(part, first, std::min(part.outputs, first + outputs));
+  };
+  parallel(threads, blocks * int(parts.size()), one, given->rows <= kShortRows);
 }
 
 void read_labels(const RowProduct &given, const int32_t *labels, int num_labels, float *logits, float *normalisers,

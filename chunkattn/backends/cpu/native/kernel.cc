@@ -11,6 +11,7 @@
 #include "few_lines.h"
 #include "normaliser.h"
 #include "products.h"
+#include "rows.h"
 #if defined(__AMX_BF16__)
 #include "readout.h"
 #else
@@ -220,13 +221,13 @@ void attend(const Step &step, const Portion &portion, const State &state) {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, read_outputs};
+const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, read_outputs, kRows};
 #elif defined(__AVX512BF16__)
-const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr};
+const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows};
 #elif defined(__AVX2__)
-const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr};
+const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows};
 #else
-const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr};
+const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows};
 #endif
 
 }  // namespace chunkattn

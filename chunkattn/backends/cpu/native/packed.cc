@@ -99,18 +99,20 @@ void multiply(const float *x, int rows, int depth, int digits, const PackedWeigh
       const int size = kernel.tile_rows(packing, now), tiles = divided(now, size);
       const int64_t each = kernel.tile_bytes(packing, now, digits, depth);
       const int tasks = int64_t(now) * depth <= kWrittenAlone ? 1 : std::min(tiles, threads.count() * kTasksPerThread);
-      parallel(threads, tasks, [&](int task) {
+      const auto write = [&](int task) {
         for (int tile = int(int64_t(tiles) * task / tasks); tile < int(int64_t(tiles) * (task + 1) / tasks); tile++)
           kernel.write(packing, digits, from + int64_t(tile) * size * depth, now, std::min(size, now - tile * size), depth,
                        integers + begin[i] + tile * each);
-      });
+      };
+      parallel(threads, tasks, write, rows <= kShortRows);
     }
-    parallel(threads, int(ranges.size()), [&](int task) {
+    const auto multiply_range = [&](int task) {
       const Range &range = ranges[task];
       PackedProduct part{weights[range.weight], integers + begin[range.weight], now, depth, digits};
       part.weight.out += int64_t(row) * part.weight.outputs;
       kernel.multiply(part, range.first, range.last);
-    });
+    };
+    parallel(threads, int(ranges.size()), multiply_range, rows <= kShortRows);
   }
 }
 

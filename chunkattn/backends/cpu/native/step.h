@@ -22,6 +22,7 @@ struct Step {
   const int32_t *page_position;                          // [S, W]; null without a window
   int window;                                            // in positions; 0: none
   float scale;
+  bool in_chain;  // native products follow at once
 
   int position(int sequence, int slot) const {
     return page_position[int64_t(sequence) * width + slot / block_size] + slot % block_size;
@@ -77,6 +78,47 @@ struct RowReading {
   int parts_of_row;
 };
 
+// out [rows, features] = RMSNorm of x, or of `sum` = x + delta where delta is given, times `scale` [features].
+struct Norm {
+  const float *x, *delta;
+  float *sum;
+  const void *scale;
+  Format scale_format, format;  // of scale, and of out
+  void *out;
+  int rows, features;
+  float epsilon;
+};
+
+// out = silu(gate) * up, value by value.
+struct Gate {
+  const float *gate, *up;
+  Format format;  // of out
+  void *out;
+  int64_t values;
+};
+
+// Queries, keys and values as the products of a layer have them. Heads of queries and keys are normalised, unless their scale is
+// null, and rotated.
+struct Heads {
+  const float *q, *k, *v;          // [T, H, D], [T, G, D]
+  const void *q_scale, *k_scale;   // [D]
+  Format scale_format;
+  const float *cos, *sin;          // [T, D / 2]
+  float epsilon;
+  void *queries;                   // [T, H, D] in the format of the step
+  uint8_t *finite;                 // [T, G]: whether all values of keys and values are finite
+};
+
+struct RowKernel {
+  // These compute rows, or values, [first, last).
+  void (*norm)(const Norm &, int first, int last);
+  void (*gate)(const Gate &, int64_t first, int64_t last);
+  // Finds the first of the largest logits of a row, and whether all are finite.
+  void (*largest)(const float *logits, int count, int32_t *index, bool *finite);
+  // Writes queries, and keys and values to the pools, with zeros for what is not finite.
+  void (*prepare)(const Step &, const Heads &, int first, int last);
+};
+
 struct Kernel {
   const char *name;
   // Adds a portion to the empty state of its rows' lines.
@@ -88,6 +130,7 @@ struct Kernel {
   void (*normalise)(const float *logits, int count, float *to);
   // Computes the parts [first, last) of `outputs` outputs each, and the logits of their labels. Null in other kernels than `amx`.
   void (*read)(const RowReading &, int first, int last);
+  const RowKernel &rows_alone;
 };
 
 extern const Kernel kPortable;
