@@ -2,9 +2,9 @@
 
     python -m benchmarks.packed_accuracy SmolLM2-135M-Instruct.Q4_1.gguf README.md docs/guides/rag.md
 
-The benchmark compares the log-probabilities of every token of the vocabulary, at the first positions of some texts, with those of
-float32 on dequantised weights. Decoders run without an engine, under plain causal attention. The command writes the dequantised
-model to a temporary folder, to round it as an ordinary checkpoint.
+The benchmark compares the log-probabilities of every token of the vocabulary, at the first positions of some texts, with those
+of float32 on dequantised weights. Decoders run without an engine, under plain causal attention. The command writes the
+dequantised model to a temporary folder, to round it as an ordinary checkpoint.
 """
 
 from __future__ import annotations
