@@ -113,7 +113,7 @@ def packed_kernel_name() -> str | None:
 
 
 def functions() -> ctypes.CDLL:
-    """Return the library, for its functions outside of XLA programs.
+    """Return the library, whose operators are then registered.
 
     Raises:
         BackendError: the operators cannot run in this process.

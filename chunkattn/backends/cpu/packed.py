@@ -154,6 +154,9 @@ def multiply(
         format: name of the GGUF type.
         outputs: outputs of the weight.
         digits: 1 to take 8 bits of a value of `x`, 2 to take 15; each block of 32 values has a scale.
+
+    Raises:
+        BackendError: the native operators cannot run in this process.
     """
     (product,) = multiply_several(x, (data,), formats=(format,), outputs=(outputs,), digits=digits)
     return product
@@ -180,6 +183,7 @@ def multiply_several(
     """
     assert digits in DIGITS
     assert x.dtype == jnp.float32
+    library.functions()
     out = [jax.ShapeDtypeStruct((len(x), n), jnp.float32) for n in outputs]  # type: ignore[no-untyped-call]
     packings = np.array([FORMATS[name].number for name in formats], np.int32)
     call = jax.ffi.ffi_call(library.PACKED_MULTIPLY, out)
@@ -198,6 +202,7 @@ def gather(
         outputs: outputs of the weight.
         depth: values of a row.
     """
+    library.functions()
     out = jax.ShapeDtypeStruct((len(ids), depth), jnp.float32)  # type: ignore[no-untyped-call]
     call = jax.ffi.ffi_call(library.PACKED_GATHER, out)
     rows: Float32[Array, "T depth"] = call(data, ids, packing=np.int32(FORMATS[format].number), outputs=np.int32(outputs))

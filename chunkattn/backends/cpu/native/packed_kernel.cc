@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "arena.h"
 #include "packed_vectors.h"
 
 namespace chunkattn {
@@ -301,7 +302,9 @@ void many(const PackedProduct &given, const Unpacked<K, PARTS> &w, int output, i
 
 // All rows of PARTS vectors of outputs.
 template <class L, int PARTS> void all_rows(const PackedProduct &given, int output) {
-  thread_local Unpacked<KindOf<L>, PARTS> w;
+  using Part = Unpacked<KindOf<L>, PARTS>;
+  Arena arena(Arena::bytes<Part>(1));
+  Part &w = *arena.take<Part>(1);
   const uint8_t *after = panel<L>(given, output + std::max(PARTS * kWidth, kPanel));
   for (int begin = 0; begin < given.depth; begin += kDeep) {
     unpack_part<L, PARTS>(given, output, begin, w);
