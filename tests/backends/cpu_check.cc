@@ -71,6 +71,7 @@ struct Case {
     step.kv_heads = draw(1, 3), step.heads = step.kv_heads * draw(1, 5), step.head_dim = 16 * draw(1, chance(0.2) ? 16 : 5);
     step.block_size = chance(0.5) ? 16 : draw(1, 70);
     step.window = chance(0.2) ? draw(1, 400) : 0;
+    step.in_chain = chance(0.5);
     step.scale = chance(0.1) ? 0 : 1 / std::sqrt(float(step.head_dim));
     const int sequences = draw(1, 4), longest = chance(0.2) ? 5000 : chance(0.5) ? 700 : 60;
     step.width = (longest + step.block_size - 1) / step.block_size + 1;
@@ -259,6 +260,69 @@ double reading_error(Kernel kernel) {
   return worst;
 }
 
+std::vector<float> floats(size_t count, float size) {
+  std::vector<float> made(count);
+  for (float &x : made) x = std::uniform_real_distribution<float>(-size, size)(randoms);
+  return made;
+}
+
+// The largest error of norms and gates, or infinity where the largest logit is another one, or where the cut into tasks changes a
+// bit.
+double rows_error(const Kernel &kernel) {
+  const int rows = draw(1, 40), features = draw(1, 300), most = draw(1, 9000);
+  const auto x = floats(rows * features, 3), delta = floats(rows * features, 3), scale = floats(features, 2), logits = floats(most, 9);
+  const bool adds = chance(0.5);
+  const auto computed = [&](int threads) {
+    std::vector<float> out(3 * rows * features);
+    float *normed = out.data(), *sum = normed + x.size(), *gated = sum + x.size();
+    Pool pool(threads);
+    norm({x.data(), adds ? delta.data() : nullptr, sum, scale.data(), Format::f32, Format::f32, normed, rows, features, 1e-3f}, kernel, pool);
+    gate({x.data(), delta.data(), Format::f32, gated, int64_t(x.size())}, kernel, pool);
+    return out;
+  };
+  const std::vector<float> found = computed(1);
+  if (memcmp(found.data(), computed(draw(2, 5)).data(), found.size() * sizeof(float))) return INFINITY;
+  double worst = 0;
+  const auto check = [&](double value, double expected) {
+    const double error = std::fabs(value - expected) / (1 + std::fabs(expected));
+    if (!(error <= worst)) worst = error;
+  };
+  for (int row = 0; row < rows; row++) {
+    double squares = 0;
+    const auto value = [&](int i) { return adds ? x[row * features + i] + delta[row * features + i] : x[row * features + i]; };
+    for (int i = 0; i < features; i++) squares += double(value(i)) * value(i);
+    for (int i = 0; i < features; i++) {
+      const size_t at = row * features + i;
+      check(found[at], value(i) / std::sqrt(squares / features + 1e-3) * scale[i]);
+      check(found[2 * x.size() + at], x[at] / (1 + std::exp(-double(x[at]))) * delta[at]);
+    }
+  }
+  Pool alone(1);
+  int32_t index;
+  bool finite;
+  largest(logits.data(), 1, most, &index, &finite, kernel, alone);
+  return finite && index == std::max_element(logits.begin(), logits.end()) - logits.begin() ? worst : INFINITY;
+}
+
+// Whether heads that are prepared here have the same attention with any number of threads.
+bool heads_agree(Case &made, const Kernel &kernel) {
+  const Step &step = made.step;
+  const size_t rows = step.padded_rows, dim = step.head_dim;
+  const auto q = floats(rows * step.heads * dim, 2), k = floats(rows * step.kv_heads * dim, 2), v = floats(k.size(), 2);
+  const auto turn = floats(rows * dim, 1), scale = floats(dim, 2);
+  Heads heads{};
+  heads.q = q.data(), heads.k = k.data(), heads.v = v.data(), heads.epsilon = 1e-3f;
+  heads.cos = turn.data(), heads.sin = turn.data() + rows * dim / 2, heads.scale_format = Format::f32;
+  if (chance(0.5)) heads.q_scale = heads.k_scale = scale.data();
+  const auto computed = [&](int threads) {
+    Pool pool(threads);
+    attention_of_heads(step, heads, kernel, pool);
+    return made.out;
+  };
+  const auto alone = computed(1);
+  return alone == computed(5);
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -287,12 +351,17 @@ int main(int argc, char **argv) {
         if (!(error <= allowed)) printf("%s, case %d, formats %d and %d: error %g\n", name, i, int(format), int(cache_format), error), failed = true;
         double &of = worst[format == Format::bf16];
         of = std::max(of, error);
+        if (!heads_agree(made, *kernel)) printf("%s, case %d: the number of threads changes prepared heads\n", name, i), failed = true;
       }
     double product = 0;
     for (int i = 0; i < 10 * cases; i++) {
       const double error = product_error(*kernel);
       if (!(error <= 1e-4)) printf("%s, product %d: error %g\n", name, i, error), failed = true;
       product = std::max(product, error);
+    }
+    for (int i = 0; i < 10 * cases; i++) {
+      const double error = rows_error(*kernel);
+      if (!(error <= 2e-6)) printf("%s, rows %d: error %g\n", name, i, error), failed = true;
     }
     double normaliser = 0;
     for (int i = 0; i < 10 * cases; i++) {
