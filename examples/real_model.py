@@ -107,7 +107,8 @@ def main():
     args = parser.parse_args()
 
     with stage(f"Loading {Path(args.model).name}"):
-        llm = LLM(args.model, chunk_calibration=args.calibration, **OPTIONS)
+        weights = "packed" if args.model.endswith(".gguf") else "auto"  # in float32, only by name
+        llm = LLM(args.model, weights=weights, chunk_calibration=args.calibration, **OPTIONS)
     with stage(f"Computing {len(DOCUMENTS)} documents, each alone and once"):
         llm.precompute(chat("")[:1], DOCUMENTS, use_tqdm=False)
     for way in WAYS:

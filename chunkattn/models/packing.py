@@ -36,7 +36,7 @@ _LINE = 64
 
 @dataclass(frozen=True)
 class Packing:
-    """How a model is packed.
+    """Choice of the matrices that are packed, and of the integers of rows.
 
     Attributes:
         digits: bytes of a value of the rows that are multiplied: 1 (int8) or 2 (int16).

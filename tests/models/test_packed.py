@@ -24,6 +24,7 @@ from chunkattn.models import packing
 from chunkattn.models.loader import open_files
 from chunkattn.models.packed import Packed
 from chunkattn.models.packing import Packing
+from chunkattn.models.shards import Shards
 from chunkattn.models.weights import save_weights
 from tests.fuzz.folders import dense_logits
 from tests.gguf_files import CONFIGS, Written
@@ -189,6 +190,15 @@ def test_wrong_options(options, message):
 def test_packed_by_name_needs_a_packed_format(checkpoint):
     with pytest.raises(ConfigError, match=r"weights='packed', but no matrix can be packed: F32 has no packed format"):
         LLM(str(checkpoint("llama")), weights="packed", **ENGINE)
+
+
+def test_hosts_that_pack_other_matrices(written, monkeypatch):
+    told = []
+    monkeypatch.setattr(Shards, "agree", lambda self, value: told.append(value))
+    for options in ({"dtype": "bfloat16"}, {"dtype": "bfloat16", "activations": "int8"}, {"dtype": "float32"}):
+        with pytest.raises(ConfigError, match="the hosts pack different matrices; set weights='dequantized'"):
+            LLM(str(written(Kind.Q8_0).path), **options, **ENGINE)
+    assert len({*told}) == 3
 
 
 def test_shapes_that_do_not_fit_stay_dequantised(tmp_path, checkpoint):

@@ -28,8 +28,8 @@ def compiled_readouts(llm: Any, size: int) -> dict[str, jax.stages.Compiled]:
     runner = llm.core.runner
     picked = runner.shards.zeros((size, runner.spec.hidden_size))
     return {
-        "sample": runner._sample.lower(runner._params, picked, None, with_logprobs=True).compile(),
-        "labels": runner._read_labels.lower(runner._params, picked, np.zeros((size, 2), np.int32)).compile(),
+        "sample": runner._sample.lower(runner._head, picked, None, with_logprobs=True).compile(),
+        "labels": runner._read_labels.lower(runner._head, picked, np.zeros((size, 2), np.int32)).compile(),
     }
 
 
