@@ -70,7 +70,8 @@ class EngineCore:
             num_labels=runner.spec.num_labels,
             backends={name: (backend.supports(backend.spec), backend.max_rows) for name, backend in named.items()},
             batch_invariant=runner.invariance.holds,
-            items_on_pages=runner.invariance.own_pages or runner.backend.spec.windowed,
+            items_on_pages=runner.invariance.own_pages,
+            windowed=runner.backend.spec.windowed,
             config=config,
         )
         self.scheduler = Scheduler(self.limits)

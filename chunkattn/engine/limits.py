@@ -38,8 +38,8 @@ class EngineLimits:
         backends: attention backends that a request may name, each with the reason why it cannot serve this model, or None, and
             with its maximum number of rows of a step.
         batch_invariant: whether the bits of a result depend on its request alone.
-        items_on_pages: whether every scored item begins on a page of its own, as the parts of every prompt do under a sliding
-            window.
+        items_on_pages: whether every scored item begins on a page of its own.
+        windowed: whether a layer has a sliding window. Every part of a prompt with chunks or items begins on a page then.
         config: options of the engine, which hold the other limits.
     """
 
@@ -56,6 +56,7 @@ class EngineLimits:
     backends: dict[str, tuple[str | None, int]] = field(default_factory=dict)
     batch_invariant: bool = False
     items_on_pages: bool = False
+    windowed: bool = False
     config: EngineConfig = field(default_factory=EngineConfig)
 
     @property
@@ -222,11 +223,13 @@ class EngineLimits:
         """Return the arguments `aligned`, `packed_chunks` and `state_len` of `plan_slots` for a request.
 
         Parts begin on new pages, so that their pages can be shared. A plain prompt shares its beginning only and needs no
-        alignment. Scored items share only the prefix, if `share_prefix`; they begin on pages where `items_on_pages` is set.
+        alignment. Scored items share only the prefix, if `share_prefix`; they begin on pages where `items_on_pages` or
+        `windowed` is set.
         """
-        on_pages, shares = message.is_pack and self.items_on_pages, message.layout.num_chunks > 0 and message.shares
+        chunked = message.layout.num_chunks > 0
+        on_pages = message.is_pack and (self.items_on_pages or (self.windowed and chunked))
         return {
-            "aligned": on_pages or shares or message.state_len > 0,
+            "aligned": on_pages or (chunked and message.shares) or message.state_len > 0,
             "packed_chunks": message.is_pack and not on_pages,
             "state_len": message.state_len,
         }
