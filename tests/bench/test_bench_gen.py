@@ -5,11 +5,15 @@ import re
 from dataclasses import fields, replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
+from transformers import Qwen3Config
 from typer.testing import CliRunner
 
 from chunkattn.cli import app
 from chunkattn.engine.messages import GenerateRequest
+from chunkattn.errors import ConfigError
 from chunkattn.rope.positions import make_layout
 from chunkattn.tools.bench import gen_peers, geometry, peer_script, peers
 from chunkattn.tools.bench.cases import GenerateBench
@@ -20,8 +24,14 @@ from chunkattn.tools.bench.random_gguf import write_random
 from chunkattn.tools.bench.score import needed_flops
 from chunkattn.tools.bench.sizes import CASES, FileOptions, Setup, Sizes
 from tests.bench.fake_peers import TINY, fake_llama, fake_vllm
+from tests.gguf_files import Written
 
 SIZES = Sizes((20, 40), 3, 20, 4, 5, (1, 3), 10, 4, 20, 6, 3)
+PICKS = {
+    "tensors": {"cls.output.weight": np.ones((2, 8), np.float32)},
+    "change": lambda writer: writer.add_pooling_type(gguf.PoolingType.RANK),
+}
+"""Options of `Written` that make a file a classifier's."""
 SETUP = Setup("tiny", "float32", repeats=2)
 SMALL = [
     *("--geometry", "tiny", "--dtype", "float32", "--repeats", "2", "--prefill", "20", "--prefill", "40"),
@@ -164,14 +174,24 @@ def test_peers_without_an_interpreter_have_no_figures_and_say_why():
 
 @pytest.mark.ci
 def test_a_gguf_file_is_measured(tmp_path):
+    fake_vllm(tmp_path)
     python, log = fake_llama(tmp_path)
     path, sizes = tmp_path / "model.gguf", replace(SIZES, prefill=(20,), case=("prefill",))
     write_random(geometry.GEOMETRIES["tiny"], "F32", path)
     report = run(replace(SETUP, geometry="small"), sizes, FileOptions(model=path), pythons=[python])
     assert report.weight_bytes == 4 * (50 * 8 + 8 + 2 * (2 * 8 * 32 + 2 * 8 * 16 + 3 * 128 + 2 * 8 + 2 * 16))
     assert report.file == "model.gguf, 0 MiB, matrices: 15 F32"
-    assert [len(peer.values) for peer in report.cases[0].peers.values()] == [2]
+    assert [len(peer.values) for peer in report.cases[0].peers.values()] == [2, 2]
     assert len(log.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({}, "a sequence of 21 tokens is longer than the 20"), (PICKS, "a classifier")]
+)
+def test_files_that_cannot_run_are_refused(tmp_path, change, message):
+    path = Written(tmp_path / "model.gguf", Qwen3Config(**{**TINY.to_dict(), "max_position_embeddings": 20}), **change).path
+    with pytest.raises(ConfigError, match=message):
+        run(SETUP, replace(SIZES, prefill=(20 - bool(change),), case=("prefill",)), FileOptions(model=path))
 
 
 def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):

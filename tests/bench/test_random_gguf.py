@@ -52,6 +52,8 @@ def test_types_are_those_of_published_files(quant, expected):
 
 def test_a_tied_embedding_has_the_type_of_a_head():
     assert types_of("Q4_K_M", 28, tied=True) == {"Q4_K": 168, "Q6_K": 29}  # Qwen3-0.6B
+    downs = [tensor_type("Q4_K_M", f"blk.{layer}.ffn_down.weight", (512, 512), layers=28, tied=True) for layer in range(28)]
+    assert [layer for layer, kind in enumerate(downs) if kind == "Q6_K"] == [0, 1, 2, *range(5, 24, 3), *range(24, 28)]
     assert tensor_type("Q4_0", "token_embd.weight", (70, 256), layers=8, tied=False) == "Q4_0"
 
 
