@@ -16,6 +16,7 @@ from chunkattn.engine.build import attention_spec, build_core, enable_compile_ca
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
+from chunkattn.errors import ConfigError
 from chunkattn.models.decoder import Decoder, random_decoder
 from chunkattn.models.loader import DEMO_FOLDER, ModelFiles, load_tokenizer, open_files
 from chunkattn.models.spec import EMBEDDING, DecoderSpec, spec_from_config
@@ -85,10 +86,13 @@ def load_core(gguf: Path, num_pages: int, **options: Any) -> tuple[EngineCore, M
         **options: other options of the engine.
 
     Raises:
+        ConfigError: the model does not generate.
         ModelError: the file cannot be read or is not supported.
     """
     config = EngineConfig(model=str(gguf), skip_tokenizer_init=True, chunk_calibration="off", **options)
     files = open_files(config)
+    if files.spec.num_labels is not None:
+        raise ConfigError(f"{gguf} is a classifier; pass the file of a language model")
     per_page = page_bytes(make_backend("auto", attention_spec(config, files.spec, files.dtype)), files.spec.num_layers)
     return build_core(replace(config, kv_cache_memory_bytes=num_pages * per_page), files), files
 
