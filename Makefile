@@ -77,7 +77,7 @@ test-vllm-ci:  ## the quick tests among them, which CI runs
 # llama.cpp reads the same GGUF files; LLAMA_ENV names an environment with `xllamacpp` that exists already.
 LLAMA_CPP := xllamacpp==2026.10.11549
 LLAMA_ENV ?= .cache/llama-env
-test-llama: .venv/.installed-test $(filter .cache/llama-env/%,$(LLAMA_ENV)/.installed-$(LLAMA_CPP))  ## token ids and scores of GGUF files against llama.cpp
+test-llama: .venv/.installed-test $(filter .cache/llama-env/%,$(LLAMA_ENV)/.installed-$(LLAMA_CPP))  ## token ids of GGUF files against llama.cpp, and bench gen beside it
 	LLAMA_ENV=$(LLAMA_ENV) $(BIN)/python -m pytest tests/llama
 
 # Clients pin versions of their own; CLIENTS_ENV names an environment with them that exists already.

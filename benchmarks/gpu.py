@@ -264,10 +264,10 @@ def lines(part: str, report: dict[str, Any]) -> list[str]:
     if part in ("kernels", "flex"):
         return [f"{part}: {text}" for text in (*map(_call_line, report["calls"]), report.get("note")) if text]
     if part == "gen":
-        note = [f"gen: {report['peer']}: {report['peer_note']}"] if report.get("peer_note") else []
-        return note + [
+        notes = [f"gen: {peer['name']}: {note}" for peer in report["peers"] for note in peer["notes"]]
+        return notes + [
             f"gen: {case['name']}: {case['median']:.4g} {case['unit']}, {case['peak_share']:.0%} of the peak"
-            + (f", {case['ratio']:.2f} times vLLM's speed" if case["ratio"] else "")
+            + "".join(f", {peer['ratio']:.2f} times {name}'s speed" for name, peer in case["peers"].items() if peer["ratio"])
             for case in report["cases"]
         ]
     return [

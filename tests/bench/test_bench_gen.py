@@ -1,39 +1,37 @@
-"""`chunkattn bench gen`: its jobs, its rounds in turns with vLLM, and its table. No figure is asserted."""
+"""`chunkattn bench gen`: its jobs, its rounds in turns with vLLM and llama.cpp, and its table. No figure is asserted."""
 
 import json
 import re
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
+import gguf
+import numpy as np
 import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
 from chunkattn.cli import app
 from chunkattn.engine.messages import GenerateRequest
+from chunkattn.errors import ConfigError
 from chunkattn.rope.positions import make_layout
-from chunkattn.tools.bench import generate, geometry, peer_script, peers
+from chunkattn.tools.bench import gen_peers, geometry, peer_script, peers
 from chunkattn.tools.bench.cases import GenerateBench
 from chunkattn.tools.bench.generate import GenCase, run
-from chunkattn.tools.bench.peer_script import DecodeClock
+from chunkattn.tools.bench.peer_script import DecodeClock, shared_rate
 from chunkattn.tools.bench.peers import PeerError, PeerProcess
+from chunkattn.tools.bench.random_gguf import write_random
 from chunkattn.tools.bench.score import needed_flops
-from chunkattn.tools.bench.sizes import CASES, Setup, Sizes
+from chunkattn.tools.bench.sizes import CASES, FileOptions, Setup, Sizes
+from tests.bench.fake_peers import TINY, fake_llama, fake_vllm
+from tests.gguf_files import Written
 
-TINY = Qwen3Config(
-    architectures=["Qwen3ForCausalLM"],
-    vocab_size=50,
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,  # the native backend takes multiples of 16
-    max_position_embeddings=10_000,
-    tie_word_embeddings=True,
-)
 SIZES = Sizes((20, 40), 3, 20, 4, 5, (1, 3), 10, 4, 20, 6, 3)
+PICKS = {
+    "tensors": {"cls.output.weight": np.ones((2, 8), np.float32)},
+    "change": lambda writer: writer.add_pooling_type(gguf.PoolingType.RANK),
+}
+"""Options of `Written` that make a file a classifier's."""
 SETUP = Setup("tiny", "float32", repeats=2)
 SMALL = [
     *("--geometry", "tiny", "--dtype", "float32", "--repeats", "2", "--prefill", "20", "--prefill", "40"),
@@ -45,67 +43,12 @@ NAMES = [
     *("prefill 20", "prefill 40", "rag cold 3 x 20 + 5", "rag warm 3 x 20 + 5"),
     *("decode 1", "decode 3", "score 20 + 6 x 3"),
 ]
-VLLM = """
-import json, time
-from types import SimpleNamespace
-
-__version__ = "0.0"
-print("a banner on stdout")
-
-
-class SamplingParams:
-    def __init__(self, **options):
-        self.options = options
-
-
-class LLM:
-    def __init__(self, folder, **options):
-        assert json.load(open(folder + "/config.json"))["vocab_size"] == 50
-        self.llm_engine, self.requests = self, {}
-        log(load=options)
-
-    def add_request(self, name, prompt, params):
-        log(tokens=len(prompt["prompt_token_ids"]), **params.options)
-        self.requests[name] = [0, params.options["max_tokens"]]
-
-    def has_unfinished_requests(self):
-        return bool(self.requests)
-
-    def step(self):
-        time.sleep(0.001)
-        outputs = []
-        for name, counts in list(self.requests.items()):
-            counts[0] += 1
-            ended = counts[0] == counts[1]
-            tokens = SimpleNamespace(token_ids=[0] * counts[0])
-            outputs.append(SimpleNamespace(request_id=name, outputs=[tokens], finished=ended))
-            if ended:
-                del self.requests[name]
-        if FAILS_AT and sum(1 for _ in open(LOG)) > FAILS_AT:
-            raise RuntimeError("out of\\nmemory")
-        return outputs
-
-
-def log(**values):
-    with open(LOG, "a") as file:
-        file.write(json.dumps(values) + "\\n")
-"""
 
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
     monkeypatch.setitem(geometry.GEOMETRIES, "tiny", TINY)
-    monkeypatch.setattr(generate, "_PAUSE_S", 0.0)
-
-
-def fake_vllm(tmp_path, fails_at=0):
-    """Make an interpreter with a module `vllm` that counts instead of computing. Return it, and the file of its calls."""
-    log = tmp_path / "calls.jsonl"
-    (tmp_path / "vllm.py").write_text(f"LOG, FAILS_AT = {str(log)!r}, {fails_at}\n{VLLM}")
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} LD_PRELOAD= exec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    return python, log
+    monkeypatch.setattr(gen_peers, "_PAUSE_S", 0.0)
 
 
 def test_the_decode_clock_counts_the_steps_that_all_sequences_share(monkeypatch):
@@ -121,6 +64,16 @@ def test_the_decode_clock_counts_the_steps_that_all_sequences_share(monkeypatch)
     clock.step({"a": 5, "b": 4}, ended=True)
     clock.step({"b": 5}, ended=True)
     assert clock.rate == (9 - 3) / 2
+
+
+def test_streams_have_the_rate_of_the_time_that_they_share():
+    """Tokens of one step at one time give what `DecodeClock` reads; a sequence's delay within the step changes nothing."""
+    first, second = [(0.0, 1), (1.0, 2), (2.0, 3), (3.0, 4), (4.0, 5)], [(2.0, 1), (3.0, 2), (4.0, 3), (5.0, 4)]
+    assert shared_rate([first, second]) == 2.0
+    assert shared_rate([first, [(when + 0.01, count) for when, count in second]]) == pytest.approx(2.0)
+    assert shared_rate([[(0.0, 1), (2.0, 5)]]) == 2.0  # tokens that came together
+    assert shared_rate([first, [(4.0, 1), (5.0, 2)]]) is None
+    assert shared_rate([first, []]) is None
 
 
 @pytest.mark.ci
@@ -157,20 +110,26 @@ def test_operations_of_a_prompt_count_its_first_token():
 
 
 @pytest.mark.slow
-def test_rounds_take_turns_with_vllm(tmp_path):
-    python, log = fake_vllm(tmp_path)
+def test_rounds_take_turns_with_peers(tmp_path):
+    python, vllm_log = fake_vllm(tmp_path)
+    _, llama_log = fake_llama(tmp_path)
     report = run(SETUP, SIZES, pythons=[Path("/nowhere/python"), python])
     assert [case.name for case in report.cases] == NAMES
-    assert report.peer == "vllm 0.0"
+    assert [(peer.name, peer.version, peer.notes) for peer in report.peers] == [
+        ("vllm", "0.0", report.peers[0].notes),
+        ("llama.cpp", "0.1", ()),
+    ]
     for case in report.cases:
-        assert len(case.values) == len(case.peer_values) == 2
-        faster = case.peer_median / case.median if case.unit == "s" else case.median / case.peer_median
-        assert case.ratio == pytest.approx(faster)
+        assert [*case.peers] == ["vllm", "llama.cpp"]
+        for peer in case.peers.values():
+            assert len(case.values) == len(peer.values) == 2
+            faster = peer.median / case.median if case.unit == "s" else case.median / peer.median
+            assert peer.ratio == pytest.approx(faster)
         assert case.compiles == 0
         assert case.cached == (64 if "warm" in case.name else 0)
         assert case.peak_share > 0
         assert case.peak_mib > 10
-    loaded, *calls = map(json.loads, log.read_text().splitlines())
+    loaded, *calls = map(json.loads, vllm_log.read_text().splitlines())
     assert loaded["load"]["max_num_batched_tokens"] == 8192
     assert loaded["load"]["max_model_len"] == 70 + 16
     assert loaded["load"]["dtype"] == "float32"
@@ -179,22 +138,66 @@ def test_rounds_take_turns_with_vllm(tmp_path):
     assert [call["tokens"] for call in calls] == prompts
     assert [call["max_tokens"] for call in calls] == [1] * 12 + [13] * 12 + [1] * 18
     assert {call["logprobs"] for call in calls[-18:]} == {2}
+    calls = [json.loads(line) for line in llama_log.read_text().splitlines()]
+    # A server of as many slots as sequences decode together, each of the prompt, the answer and some positions.
+    lengths = [(37, 1), (57, 1), (86, 1), (39, 1), (3 * 39, 3), (40, 1)]
+    assert [call["load"] for call in calls if "load" in call] == [[size, slots, 0, 0] for size, slots in lengths]
+    calls = [call for call in calls if "tokens" in call]
+    assert [call["tokens"] for call in calls] == prompts
+    assert [call["max_tokens"] for call in calls] == [1] * 12 + [13] * 12 + [1] * 18
+    assert [call["n_probs"] for call in calls] == [0] * 24 + [2] * 18
 
 
-@pytest.mark.slow
-def test_vllm_that_fails_has_no_figures_and_says_why(tmp_path):
+@pytest.mark.ci
+def test_a_peer_that_fails_starts_again_for_the_next_case(tmp_path):
     python, _ = fake_vllm(tmp_path, fails_at=3)
-    report = run(SETUP, replace(SIZES, case=("prefill",)), pythons=[python])
-    assert report.peer_note == "failed: RuntimeError: out of memory"
-    assert [(len(case.values), case.peer_values, case.ratio) for case in report.cases] == [(2, (), None)] * 2
-    report = run(replace(SETUP, repeats=1), replace(SIZES, case=("prefill",)), pythons=[Path("/nowhere/python")])
-    assert report.peer_note == "not measured: none of the interpreters given has it"
+    _, log = fake_llama(tmp_path, fails_at=3)
+    sizes = replace(SIZES, case=("prefill",))
+    report = run(replace(SETUP, repeats=3), sizes, pythons=[python])
+    vllm, llama = report.peers
+    assert list(vllm.notes[-2:]) == [f"prefill {n}: failed: RuntimeError: out of memory" for n in (20, 40)]
+    assert list(llama.notes) == [f"prefill {n}: failed: RuntimeError: the context is too short" for n in (20, 40)]
+    # The first case fails in its third round, the second in its first; then nothing more is asked.
+    assert [call.get("tokens") for call in map(json.loads, log.read_text().splitlines())] == [None, 20, 20, 20, None, 40]
+    for case in report.cases:
+        assert len(case.values) == 3
+        assert {(peer.values, peer.median, peer.ratio) for peer in case.peers.values()} == {((), None, None)}
+
+
+@pytest.mark.ci
+def test_peers_without_an_interpreter_have_no_figures_and_say_why():
+    sizes = replace(SIZES, prefill=(20,), case=("prefill",))
+    report = run(replace(SETUP, repeats=1), sizes, pythons=[Path("/nowhere/python")])
+    assert [peer.notes for peer in report.peers] == [("not measured: none of the interpreters given has it",)] * 2
+    assert report.cases[0].peers == {}
+
+
+@pytest.mark.ci
+def test_a_gguf_file_is_measured(tmp_path):
+    fake_vllm(tmp_path)
+    python, log = fake_llama(tmp_path)
+    path, sizes = tmp_path / "model.gguf", replace(SIZES, prefill=(20,), case=("prefill",))
+    write_random(geometry.GEOMETRIES["tiny"], "F32", path)
+    report = run(replace(SETUP, geometry="small"), sizes, FileOptions(model=path), pythons=[python])
+    assert report.weight_bytes == 4 * (50 * 8 + 8 + 2 * (2 * 8 * 32 + 2 * 8 * 16 + 3 * 128 + 2 * 8 + 2 * 16))
+    assert report.file == "model.gguf, 0 MiB, matrices: 15 F32"
+    assert [len(peer.values) for peer in report.cases[0].peers.values()] == [2, 2]
+    assert len(log.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [({}, "a sequence of 21 tokens is longer than the 20"), (PICKS, "a classifier")]
+)
+def test_files_that_cannot_run_are_refused(tmp_path, change, message):
+    path = Written(tmp_path / "model.gguf", Qwen3Config(**{**TINY.to_dict(), "max_position_embeddings": 20}), **change).path
+    with pytest.raises(ConfigError, match=message):
+        run(SETUP, replace(SIZES, prefill=(20 - bool(change),), case=("prefill",)), FileOptions(model=path))
 
 
 def test_vllm_shares_a_gpu_and_may_use_cuda_graphs(tmp_path, monkeypatch):
     monkeypatch.setattr(peers.jax, "default_backend", lambda: "gpu")
     python, log = fake_vllm(tmp_path)
-    with PeerProcess(python, "vllm", "tiny", max_model_len=20) as process:
+    with PeerProcess(python, "vllm", config=TINY.to_dict(), max_model_len=20) as process:
         process.run([[[1, 2]]], 2)
     options = json.loads(log.read_text().splitlines()[0])["load"]
     assert process.note == ""  # no library that only CPUs need is missing
@@ -215,16 +218,18 @@ def test_a_process_that_dies_is_noticed(tmp_path):
     python.write_text("#!/bin/sh\nsleep 60 &\necho the reason >&2\nexit 3\n")  # a child holds the pipes
     python.chmod(0o755)
     with pytest.raises(PeerError, match="the reason"):
-        PeerProcess(python, "vllm", "tiny")
+        PeerProcess(python, "vllm")
     with pytest.raises(PeerError, match="No such file"):
-        PeerProcess(Path("/nowhere/python"), "vllm", "tiny")
+        PeerProcess(Path("/nowhere/python"), "vllm")
 
 
 @pytest.mark.ci
 def test_table_and_json(tmp_path):
-    python, _ = fake_vllm(tmp_path)
+    fake_vllm(tmp_path)
+    python, _ = fake_llama(tmp_path)
     target = tmp_path / "cases.json"
     options = ["--case", "score", "--case", "rag", "--peers", "--peer-python", str(python), "--json", str(target)]
+    options += ["--gguf", "F32"]
     result = CliRunner().invoke(app, ["bench", "gen", *SMALL, *options])
     assert result.exit_code == 0, result.output
     for text in (
@@ -235,8 +240,12 @@ def test_table_and_json(tmp_path):
         "GB/s",
         "to read 256 MiB",
         "peak host memory",
-        "peer: vllm 0.0",
+        "tiny F32, float32: median",
+        "vllm: 0.0",
+        "random weights of the same shape in float32",
+        "llama.cpp: 0.1",
         "prefix alone",
+        "file: tiny-F32.gguf",
     ):
         assert text in result.output
     assert "…" not in result.output  # nothing is cut at 80 columns
@@ -253,8 +262,8 @@ def test_json_alone_of_one_case():
     assert [case["name"] for case in report["cases"]] == ["decode 1", "decode 3"]
     told = [re.fullmatch(r"(.*): \d+\.\d s", line)[1] for line in result.stderr.splitlines()]
     assert told == [f"{case}, {n}" for case in ("decode 1", "decode 3") for n in ("warm-up", "round 1 of 2", "round 2 of 2")]
-    assert report["cases"][0]["peer_median"] is None
-    assert "peer" not in report["facts"]
+    assert report["cases"][0]["peers"] == {}
+    assert "vllm" not in report["facts"]
 
 
 @pytest.mark.parametrize(
@@ -267,6 +276,9 @@ def test_json_alone_of_one_case():
         ["--items", "0"],
         ["--dtype", "int8"],
         ["--json", "no/such/folder.json"],
+        ["--gguf", "Q4_K"],
+        ["--model", "no/such/model.gguf"],
+        ["--gguf", "Q8_0", "--model", __file__],
     ],
     ids=lambda options: options[-1],
 )

@@ -148,9 +148,13 @@ def test_a_setting_that_hangs_keeps_its_first_calls_and_the_other_settings(scrip
 
 
 def test_a_peer_that_fails_is_printed():
-    case = {"name": "decode 1", "median": 10.0, "unit": "tok/s", "peak_share": 0.5, "ratio": None}
-    found = {"peer": "vllm", "peer_note": "failed: out of memory", "cases": [case]}
-    assert gpu.lines("gen", found) == ["gen: vllm: failed: out of memory", "gen: decode 1: 10 tok/s, 50% of the peak"]
+    case = {"name": "decode 1", "median": 10.0, "unit": "tok/s", "peak_share": 0.5, "peers": {"vllm": {"ratio": None}}}
+    found = {"peers": [{"name": "vllm", "notes": ["decode 1: failed: out of memory"]}], "cases": [case]}
+    note, line = gpu.lines("gen", found)
+    assert note == "gen: vllm: decode 1: failed: out of memory"
+    assert line == "gen: decode 1: 10 tok/s, 50% of the peak"
+    case["peers"]["vllm"]["ratio"] = 1.5
+    assert gpu.lines("gen", found)[1] == f"{line}, 1.50 times vllm's speed"
 
 
 @pytest.mark.ci

@@ -79,7 +79,7 @@ def _store() -> Any:
 def _not_finite() -> Iterator[None]:
     """Tokens that are not finite count as computed, and stay cached."""
     endless = property(lambda _: sys.maxsize, lambda *_: None)
-    with patch.object(Request, "finite_end", endless), patch.object(Placement, "discard"):
+    with patch.object(Request, "finite_end", endless, create=True), patch.object(Placement, "discard"):
         yield
 
 

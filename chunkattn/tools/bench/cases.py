@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, count
+from pathlib import Path
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from chunkattn.calls.algorithms import AUTO
 from chunkattn.config import SamplingParams
@@ -44,7 +45,7 @@ class BenchJob:
         name: see `GenCase`.
         unit: see `GenCase`.
         measure: measures chunkattn.
-        batches: token ids that vLLM gets; see `PeerProcess.run`.
+        batches: token ids that peers get; see `PeerProcess.run`.
         max_tokens: tokens to generate for each prompt.
         items: items of a scoring request, else 0.
     """
@@ -55,6 +56,11 @@ class BenchJob:
     batches: list[list[list[int]]]
     max_tokens: int = 1
     items: int = 0
+
+    @property
+    def sequences(self) -> int:
+        """Return the number of sequences that decode together; 1 in a job that generates a token a prompt."""
+        return len(self.batches[0]) if self.unit == "tok/s" else 1
 
     def value(self, seconds: float, decode_rate: float | None) -> float | None:
         """Return a measurement in the job's unit; None if it needs a decode rate and there is none.
@@ -69,17 +75,20 @@ class BenchJob:
 
 
 class GenerateBench:
-    """Engine over random weights, and the jobs of the benchmark.
+    """Engine, and the jobs of the benchmark.
 
     Args:
         setup: model and page size.
         sizes: cases and their token counts.
+        gguf: GGUF file of the weights; None for random weights of the geometry.
+        **options: other options of the engine.
     """
 
-    def __init__(self, setup: Setup, sizes: Sizes) -> None:
+    def __init__(self, setup: Setup, sizes: Sizes, gguf: Path | None = None, **options: Any) -> None:
         self.sizes = sizes
         pool, running = sizes.kv_tokens(setup.page), max(64, *sizes.sequences)
-        self.engine = ScoreBench(setup.geometry, pool, dtype=setup.dtype, block_size=setup.page, max_num_seqs=running)
+        options |= {"dtype": setup.dtype, "block_size": setup.page, "max_num_seqs": running}
+        self.engine = ScoreBench(setup.geometry, pool, gguf=gguf, **options)
         self._numbers = count()
 
     def makers(self) -> list[Callable[[], list[BenchJob]]]:
@@ -136,7 +145,7 @@ class GenerateBench:
     def score(self) -> list[BenchJob]:
         """Return the job of one scoring request.
 
-        `auto` picks the algorithm. vLLM gets the first item before the others, so that the query is in its cache.
+        `auto` picks the algorithm. Peers get the first item before the others, so that the query is in their cache.
         """
         workload = self.sizes.score
         query, items = self.engine.ids(workload.query), self.engine.items(workload)

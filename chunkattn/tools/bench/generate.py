@@ -1,28 +1,69 @@
-"""Benchmark `chunkattn bench gen`: the rounds of its cases on one engine, beside vLLM.
+"""Benchmark `chunkattn bench gen`: the rounds of its cases on one engine, beside vLLM and llama.cpp.
 
-Every case has one round that compiles and is not timed. In the timed rounds, chunkattn and vLLM take turns on the same new
-token ids. A case of documents is chunk-aware on chunkattn and one causal prompt of the same tokens on vLLM.
+Every case has one round that compiles and is not timed. In the timed rounds, chunkattn and its peers take turns on the same new
+token ids. A case of documents is chunk-aware on chunkattn and one causal prompt of the same tokens on its peers.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from time import sleep
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 from chunkattn.errors import EngineError
+from chunkattn.models.gguf_file import open_gguf
+from chunkattn.models.gguf_spec import config_from_gguf
 from chunkattn.tools.bench.cases import BenchJob, GenerateBench, Timing
+from chunkattn.tools.bench.gen_peers import GenPeer, make_llama, make_vllm
 from chunkattn.tools.bench.geometry import GEOMETRIES
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, round_name
 from chunkattn.tools.bench.peak_rates import matmul_rate, read_mib, read_rate
-from chunkattn.tools.bench.peers import NOT_FOUND, PeerError, PeerProcess, find_python
-from chunkattn.tools.bench.sizes import Setup, Sizes
+from chunkattn.tools.bench.random_gguf import write_random
+from chunkattn.tools.bench.sizes import FileOptions, Setup, Sizes, check_positions
 
-_PAUSE_S = 0.3
-"""Seconds between two processes' jobs, because idle threads of OpenMP and XLA spin for a while."""
+if TYPE_CHECKING:
+    pass
+
+_UNQUANTIZED = {"float32": "F32", "bfloat16": "BF16"}
+"""Type of the file that llama.cpp gets where chunkattn computes random weights of a geometry, by their dtype."""
+
+
+@dataclass(frozen=True)
+class PeerFigures:
+    """A peer's figures in a row of the table.
+
+    Attributes:
+        values: the peer's value of every round; empty if some round has none.
+        median: median of `values`; None without values.
+        ratio: chunkattn's speed over the peer's, the quotient of the medians; None without values.
+    """
+
+    values: tuple[float, ...] = ()
+    median: float | None = None
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class PeerReport:
+    """A peer of the benchmark.
+
+    Attributes:
+        name: name in `GEN_PEERS`.
+        version: version of the library; empty if it did not start.
+        is_installed: whether an interpreter has the library.
+        notes: reasons for missing figures, and limitations of the others.
+    """
+
+    name: str
+    version: str
+    is_installed: bool
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -33,10 +74,8 @@ class GenCase:
         name: name of the case, with its sizes.
         unit: unit of all values: `s`, `tok/s` or `items/s`.
         values: chunkattn's value of every round.
-        peer_values: vLLM's value of every round; empty without a measurement.
         median: median of `values`.
-        peer_median: median of `peer_values`; None without a measurement.
-        ratio: chunkattn's speed over vLLM's, the quotient of the medians; None without a measurement.
+        peers: figures of each peer that an interpreter has, by its name.
         cached: prompt tokens found in chunkattn's cache.
         compiles: programs that chunkattn compiled in the timed rounds.
         peak_share: share of the machine's rate that the median needs. `tok/s` reads the weights once a step and counts against
@@ -47,10 +86,8 @@ class GenCase:
     name: str
     unit: str
     values: tuple[float, ...]
-    peer_values: tuple[float, ...]
     median: float
-    peer_median: float | None
-    ratio: float | None
+    peers: dict[str, PeerFigures]
     cached: int
     compiles: int
     peak_share: float
@@ -69,8 +106,8 @@ class GenReport:
         read_bytes_per_s: rate at which a reduction reads `read_mib` MiB in bytes per second, the best of two measurements per
             case.
         read_mib: size in MiB of the array that the reduction reads.
-        peer: name and version of the peer; empty if it was not asked for.
-        peer_note: reason for missing figures of the peer, or a limitation of them.
+        file: name, size and types of the GGUF file of the weights; empty without a file.
+        peers: the peers, in the order of `GEN_PEERS`; empty if none was asked for.
     """
 
     cases: list[GenCase]
@@ -79,52 +116,115 @@ class GenReport:
     matmul_flops: float
     read_bytes_per_s: float
     read_mib: int
-    peer: str
-    peer_note: str
+    file: str
+    peers: tuple[PeerReport, ...]
 
 
 def run(
     setup: Setup,
     sizes: Sizes,
+    files: FileOptions | None = None,
     *,
+    engine: Mapping[str, Any] | None = None,
     pythons: Sequence[Path] | None = None,
     progress: Progress = nullcontext,
 ) -> GenReport:
-    """Measure cases on random weights, and vLLM beside them.
+    """Measure cases, and peers beside them.
 
     Args:
         setup: model and rounds.
         sizes: cases and their token counts.
-        pythons: interpreters, of which the first with vLLM runs it; None measures no peer.
+        files: GGUF file of the weights; None for random weights of the geometry.
+        engine: other options of the engine.
+        pythons: interpreters, of which the first with a peer runs it; None measures no peer.
         progress: called with the name of each round; returns the context manager in which the round runs.
 
     Raises:
+        ConfigError: the positions of the file's model end before the longest sequence.
         EngineError: a step failed.
+        ModelError: the file cannot be read or is not supported.
     """
-    bench, rows = GenerateBench(setup, sizes), list[_Row]()
-    if "score" in sizes.case:
-        with progress("score, first requests"):
-            bench.warm_up_score()
-    matmul = read = 0.0
-    with _Peer(setup, sizes.longest, pythons, progress) as peer:
+    with ExitStack() as stack:
+        weights = _Weights(setup, files or FileOptions(), Path(stack.enter_context(TemporaryDirectory())), progress)
+        check_positions(weights.name, sizes.longest, weights.config.max_position_embeddings)
+        bench, rows = GenerateBench(setup, sizes, weights.gguf, **engine or {}), list[_Row]()
+        if "score" in sizes.case:
+            with progress("score, first requests"):
+                bench.warm_up_score()
+        peers = [] if pythons is None else _make_peers(setup, sizes, weights, pythons, progress)
+        for peer in peers:
+            stack.enter_context(peer)
+        matmul = read = 0.0
         for make in bench.makers():
-            _round(bench, make, peer, round_name(0, setup.repeats), progress, {})
+            for peer in peers:
+                peer.begin_case()
+            _round(bench, make, peers, round_name(0, setup.repeats), progress, {})
             matmul, read = max(matmul, matmul_rate(setup.dtype)), max(read, read_rate())
             reset_peak()
             measured: dict[str, _Row] = {}
             for number in range(setup.repeats):
-                _round(bench, make, peer, round_name(number + 1, setup.repeats), progress, measured)
+                _round(bench, make, peers, round_name(number + 1, setup.repeats), progress, measured)
             rows += measured.values()
             matmul, read = max(matmul, matmul_rate(setup.dtype)), max(read, read_rate())
-    runner = bench.engine.core.runner
-    table = [row.case(runner.weight_bytes, matmul, read) for row in rows]
-    return GenReport(table, runner.backend.name, runner.weight_bytes, matmul, read, read_mib(), peer.name, peer.note)
+        facts = "" if weights.gguf is None else _facts_of(weights.gguf)
+    runner, installed = bench.engine.core.runner, [peer.name for peer in peers if peer.is_installed]
+    table = [row.case(runner.weight_bytes, matmul, read, installed) for row in rows]
+    told = tuple(PeerReport(peer.name, peer.version, peer.is_installed, tuple(peer.notes)) for peer in peers)
+    return GenReport(table, runner.backend.name, runner.weight_bytes, matmul, read, read_mib(), facts, told)
+
+
+class _Weights:
+    """Weights of the benchmark: a GGUF file, or random weights of a geometry.
+
+    Attributes:
+        name: name of the model.
+        gguf: GGUF file that chunkattn reads; None for random weights.
+        config: configuration of the model.
+    """
+
+    def __init__(self, setup: Setup, files: FileOptions, folder: Path, progress: Progress) -> None:
+        self._setup, self._folder, self._progress = setup, folder, progress
+        self.name, self.gguf, self.config = setup.geometry, files.model, GEOMETRIES[setup.geometry]
+        if files.gguf is not None:
+            self.gguf = self._write(files.gguf)
+        elif files.model is not None:
+            self.name, self.config = files.model.name, config_from_gguf(open_gguf(files.model))
+
+    @cached_property
+    def for_llama(self) -> Path:
+        """Return the GGUF file, or write one with other random weights of the same dtype."""
+        return self.gguf or self._write(_UNQUANTIZED[self._setup.dtype])
+
+    def _write(self, quant: str) -> Path:
+        path = self._folder / f"{self._setup.geometry}-{quant}.gguf"
+        with self._progress(f"random weights, {quant}"):
+            write_random(self.config, quant, path)
+        return path
+
+
+def _make_peers(
+    setup: Setup, sizes: Sizes, weights: _Weights, pythons: Sequence[Path], progress: Progress
+) -> tuple[GenPeer, GenPeer]:
+    limit = min(sizes.longest + setup.page, weights.config.max_position_embeddings)
+    reads_file = weights.gguf is not None
+    return (
+        make_vllm(pythons, weights.config, setup.dtype, limit, progress, reads_file=reads_file),
+        make_llama(pythons, lambda: weights.for_llama, progress),
+    )
+
+
+def _facts_of(path: Path) -> str:
+    """Return name, size and types of a GGUF file."""
+    tensors = open_gguf(path).tensors.values()
+    types = Counter(tensor.tensor_type.name for tensor in tensors if len(tensor.shape) > 1)
+    size = sum(tensor.data.nbytes for tensor in tensors)
+    return f"{path.name}, {size / 2**20:.0f} MiB, matrices: {', '.join(f'{n} {kind}' for kind, n in types.most_common())}"
 
 
 def _round(
     bench: GenerateBench,
     make: Callable[[], list[BenchJob]],
-    peer: _Peer,
+    peers: Sequence[GenPeer],
     number: str,
     progress: Progress,
     rows: dict[str, _Row],
@@ -137,8 +237,9 @@ def _round(
             row.samples.append(job.measure())
         row.compiles += compiles.total() - before
         row.peak = max(row.peak, peak_bytes())
-        if (value := peer.measure(job, number)) is not None:
-            row.peer_values.append(value)
+        for peer in peers:
+            if (value := peer.measure(job, number)) is not None:
+                row.peer_values.setdefault(peer.name, []).append(value)
 
 
 @dataclass
@@ -147,70 +248,27 @@ class _Row:
 
     job: BenchJob
     samples: list[Timing] = field(default_factory=list)
-    peer_values: list[float] = field(default_factory=list)
+    peer_values: dict[str, list[float]] = field(default_factory=dict)
     compiles: int = 0
     peak: int = 0
 
-    def case(self, weight_bytes: int, matmul: float, read: float) -> GenCase:
+    def case(self, weight_bytes: int, matmul: float, read: float, peers: Sequence[str]) -> GenCase:
         """Return the row, with shares of the machine's rates in FLOP/s and bytes/s."""
         measured = [self.job.value(sample.seconds, sample.decode_rate) for sample in self.samples]
         values = [value for value in measured if value is not None]
         if len(values) < len(measured):
             raise EngineError(f"{self.job.name}: the sequences do not decode together for as many tokens")
-        # A peer that failed in some round has no figure.
-        theirs = self.peer_values if len(self.peer_values) == len(values) else []
-        median, other = statistics.median(values), statistics.median(theirs) if theirs else None
+        median = statistics.median(values)
         if self.job.unit == "tok/s":
-            share = median / len(self.job.batches[0]) * weight_bytes / read
+            share = median / self.job.sequences * weight_bytes / read
         else:
             share = self.samples[0].flops / statistics.median(sample.seconds for sample in self.samples) / matmul
-        ratio = None if other is None else other / median if self.job.unit == "s" else median / other
+        figures = {name: self._beside(median, self.peer_values.get(name, [])) for name in peers}
         cached, peak = max(sample.cached for sample in self.samples), self.peak / 2**20
-        return GenCase(
-            self.job.name, self.job.unit, tuple(values), tuple(theirs), median, other, ratio, cached, self.compiles, share, peak
-        )
+        return GenCase(self.job.name, self.job.unit, tuple(values), median, figures, cached, self.compiles, share, peak)
 
-
-class _Peer(ExitStack):
-    """vLLM, or the reason why there is no vLLM. After a failure it measures nothing.
-
-    Attributes:
-        name: see `GenReport.peer`.
-        note: see `GenReport.peer_note`.
-    """
-
-    def __init__(self, setup: Setup, longest: int, pythons: Sequence[Path] | None, progress: Progress) -> None:
-        super().__init__()
-        self._process: PeerProcess | None = None
-        self._progress = progress
-        self.name, self.note = "", ""
-        if pythons is None:
-            return
-        self.name = "vllm"
-        if (python := find_python(pythons, "vllm")) is None:
-            self.note = NOT_FOUND
-            return
-        limit = min(longest + setup.page, GEOMETRIES[setup.geometry].max_position_embeddings)
-        options = {"dtype": setup.dtype, "max_model_len": limit, "max_num_batched_tokens": max(8192, limit)}
-        try:
-            with progress("start of vllm"):
-                self._process = self.enter_context(PeerProcess(python, "vllm", setup.geometry, **options))
-        except PeerError as error:
-            self.note = f"failed: {error}"
-        else:
-            self.name, self.note = f"vllm {self._process.version}", self._process.note
-
-    def measure(self, job: BenchJob, number: str) -> float | None:
-        """Return vLLM's value of a job in a round, or None without a running vLLM."""
-        if self._process is None:
-            return None
-        try:
-            sleep(_PAUSE_S)
-            with self._progress(f"{job.name}, vllm, {number}"):
-                answer = self._process.run(job.batches, job.max_tokens, 2 if job.items else None)
-            sleep(_PAUSE_S)
-        except PeerError as error:
-            self.note, self._process = f"failed: {error}", None
-            self.close()
-            return None
-        return job.value(answer["seconds"], answer["decode_rate"])
+    def _beside(self, median: float, values: list[float]) -> PeerFigures:
+        if len(values) < len(self.samples):  # a peer that failed in some round has no figure
+            return PeerFigures()
+        other = statistics.median(values)
+        return PeerFigures(tuple(values), other, other / median if self.job.unit == "s" else median / other)

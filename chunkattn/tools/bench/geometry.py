@@ -1,8 +1,9 @@
-"""Models of a known geometry with random weights: the cost of a real model without a download."""
+"""Engines of the benchmarks, over random weights of a known geometry or over a GGUF file."""
 
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,14 @@ from transformers import Qwen3Config
 
 from chunkattn.backends import make_backend
 from chunkattn.config import EngineConfig
-from chunkattn.engine.build import attention_spec, enable_compile_cache
+from chunkattn.engine.build import attention_spec, build_core, enable_compile_cache
 from chunkattn.engine.core import EngineCore
+from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
+from chunkattn.errors import ConfigError
 from chunkattn.models.decoder import Decoder, random_decoder
 from chunkattn.models.families import spec_from_config
-from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer
+from chunkattn.models.loader import DEMO_FOLDER, ModelFiles, load_tokenizer, open_files
 from chunkattn.models.packed import unpacked
 from chunkattn.models.spec import EMBEDDING, DecoderSpec
 from chunkattn.models.weights import save_weights
@@ -74,6 +77,26 @@ def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend
     model = random_decoder(spec, jnp.dtype(dtype))
     attention = make_backend(backend, attention_spec(config, spec, jnp.dtype(dtype)))
     return EngineCore(Runner(model, attention, num_pages, config.max_logprobs), config, spec.max_model_len)
+
+
+def load_core(gguf: Path, num_pages: int, **options: Any) -> tuple[EngineCore, ModelFiles]:
+    """Return an engine over the weights of a GGUF file, and the file's facts.
+
+    Args:
+        gguf: path of the file.
+        num_pages: size of the KV pool in pages.
+        **options: other options of the engine.
+
+    Raises:
+        ConfigError: the model does not generate.
+        ModelError: the file cannot be read or is not supported.
+    """
+    config = EngineConfig(model=str(gguf), skip_tokenizer_init=True, chunk_calibration="off", **options)
+    files = open_files(config)
+    if files.spec.num_labels is not None:
+        raise ConfigError(f"{gguf} is a classifier; pass the file of a language model")
+    per_page = page_bytes(make_backend("auto", attention_spec(config, files.spec, files.dtype)), files.spec.num_layers)
+    return build_core(replace(config, kv_cache_memory_bytes=num_pages * per_page), files), files
 
 
 def save_model(geometry: str, folder: Path) -> None:

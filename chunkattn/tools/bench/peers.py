@@ -22,10 +22,12 @@ import jax
 import numpy as np
 
 from chunkattn.tools.bench.geometry import GEOMETRIES
+from chunkattn.tools.bench.peer_script import MODULES
 from chunkattn.tools.bench.score import LABELS
 from chunkattn.tools.bench.sizes import ScoreWorkload
 
 PEERS = ("transformers", "vllm")
+"""Libraries beside `chunkattn bench score`."""
 NOT_FOUND = "not measured: none of the interpreters given has it"
 _SCRIPT = Path(__file__).with_name("peer_script.py")
 _TIMEOUT_S = 3600.0
@@ -84,11 +86,11 @@ def time_peer(
     case = partial(PeerCase, **asdict(workload), peer=peer)
     if (python := find_python(pythons, peer)) is None:
         return case(note=NOT_FOUND)
-    vocab, is_vllm = GEOMETRIES[geometry].vocab_size, peer == "vllm"
-    options = {"dtype": "bfloat16", "max_model_len": workload.query + workload.item_len + 16} if is_vllm else {}
+    config, is_vllm = GEOMETRIES[geometry], peer == "vllm"
+    vocab, options = config.vocab_size, {"dtype": "bfloat16", "max_model_len": workload.query + workload.item_len + 16}
     rng, seconds = np.random.default_rng(), list[float]()
     try:
-        with PeerProcess(python, peer, geometry, **options) as process:
+        with PeerProcess(python, peer, config=config.to_dict(), **(options if is_vllm else {})) as process:
             for count in (min(8 if is_vllm else 1, measured_items), *repeat(measured_items, repeats)):
                 query = rng.integers(0, vocab, workload.query)
                 prompts = [[*query.tolist(), *rng.integers(0, vocab, workload.item_len).tolist()] for _ in range(count)]
@@ -117,9 +119,8 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
 
     Args:
         python: interpreter with the library.
-        peer: name in `PEERS`.
-        geometry: name of the model's geometry; the weights are random.
-        **options: options of `vllm.LLM`; none for transformers.
+        peer: name in `MODULES`.
+        **options: arguments of the library's `load_` function in `peer_script`.
 
     Attributes:
         version: version of the library.
@@ -129,11 +130,13 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
         PeerError: the library does not start.
     """
 
-    def __init__(self, python: Path, peer: str, geometry: str, **options: Any) -> None:
-        # Spinning threads of torch lose much time on a machine with other load.
-        variables, self.note = {"OMP_WAIT_POLICY": "passive"}, ""
-        if peer == "vllm" and jax.default_backend() == "gpu":
-            variables = {}
+    def __init__(self, python: Path, peer: str, **options: Any) -> None:
+        variables: dict[str, str] = {}
+        self.note = ""
+        if peer == "transformers":
+            # Spinning threads of torch lose much time on a machine with other load.
+            variables = {"OMP_WAIT_POLICY": "passive"}
+        elif peer == "vllm" and jax.default_backend() == "gpu":
             options = {"gpu_memory_utilization": _GPU_SHARE, "enforce_eager": False, **options}  # CUDA graphs
         elif peer == "vllm":
             variables, self.note = _for_cpus(python)
@@ -155,7 +158,7 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
         assert self._process.stdout is not None
         self._jobs, self._answers = self._process.stdin, self._process.stdout
         try:
-            self.version = self._ask({"config": GEOMETRIES[geometry].to_dict(), **options})["version"]
+            self.version = self._ask(options)["version"]
         except BaseException:
             self.close()
             raise
@@ -175,8 +178,8 @@ class PeerProcess(AbstractContextManager["PeerProcess"]):
             labels: token ids whose log-probabilities transformers returns.
 
         Returns:
-            `seconds` of all batches, and from vLLM `decode_rate`, the tokens per second of the last batch while all of its
-            sequences decode.
+            `seconds` of all batches, and from vLLM and llama.cpp `decode_rate`, the tokens per second of the last batch while
+            all of its sequences decode.
 
         Raises:
             PeerError: the library failed.
@@ -223,7 +226,7 @@ def find_python(pythons: Sequence[Path], peer: str) -> Path | None:
 
 def _has(python: Path, peer: str) -> bool:
     """Return whether an interpreter exists and has a library."""
-    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({peer!r}) is None)"
+    code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({MODULES.get(peer, peer)!r}) is None)"
     try:
         return subprocess.run([python, "-c", code], capture_output=True, check=False).returncode == 0
     except OSError:

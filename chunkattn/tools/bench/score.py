@@ -26,7 +26,7 @@ from chunkattn.engine.runner import Runner
 from chunkattn.errors import RequestError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.outputs import ScoreOutput
-from chunkattn.tools.bench.geometry import make_core, spec_of
+from chunkattn.tools.bench.geometry import load_core, make_core, spec_of
 from chunkattn.tools.bench.measure import Progress, peak_bytes, reset_peak, resident_bytes, round_name
 from chunkattn.tools.bench.peak_rates import matmul_rate
 from chunkattn.tools.bench.sizes import BLOCK, ScoreWorkload, Setup, pool_tokens
@@ -101,21 +101,33 @@ class ScoreRun(NamedTuple):
 
 
 class ScoreBench:
-    """Engine over random weights with the scoring calls of `LLM`, for token ids.
+    """Engine with the scoring calls of `LLM`, for token ids.
 
     Args:
         geometry: name of the model's geometry.
         kv_tokens: size of the KV pool in tokens.
         dtype: dtype of weights and K/V.
         block_size: slots per page.
+        gguf: GGUF file to load; None for random weights of the geometry.
         **options: other options of the engine.
     """
 
     def __init__(
-        self, geometry: str, kv_tokens: int, *, dtype: str = "bfloat16", block_size: int = BLOCK, **options: Any
+        self,
+        geometry: str,
+        kv_tokens: int,
+        *,
+        dtype: str = "bfloat16",
+        block_size: int = BLOCK,
+        gguf: Path | None = None,
+        **options: Any,
     ) -> None:
-        self.core = make_core(geometry, -(-kv_tokens // block_size), dtype=dtype, block_size=block_size, **options)
-        files = ModelFiles(Path(), spec_of(geometry), jnp.dtype(dtype), tokenizer=None, eos_token_ids=())
+        pages, options = -(-kv_tokens // block_size), {"dtype": dtype, "block_size": block_size, **options}
+        if gguf is None:
+            self.core = make_core(geometry, pages, **options)
+            files = ModelFiles(Path(), spec_of(geometry), jnp.dtype(dtype), tokenizer=None, eos_token_ids=())
+        else:
+            self.core, files = load_core(gguf, pages, **options)
         self.frontend = Frontend(self.core.config, files)
         self.frontend.connect(self.core.limits)
         self.vocab_size = self.core.limits.vocab_size

@@ -46,8 +46,7 @@ class Setup:
         check_choice("dtype", self.dtype, ("float32", "bfloat16"))
         from chunkattn.tools.bench.geometry import GEOMETRIES
 
-        if longest > (limit := GEOMETRIES[self.geometry].max_position_embeddings):
-            raise ConfigError(f"a sequence of {longest} tokens is longer than the {limit} of {self.geometry}")
+        check_positions(self.geometry, longest, GEOMETRIES[self.geometry].max_position_embeddings)
 
     @property
     def page(self) -> int:
@@ -55,6 +54,34 @@ class Setup:
         from chunkattn.tools.bench.geometry import default_block_size
 
         return self.block_size or default_block_size(self.geometry)
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """GGUF file of the weights.
+
+    Attributes:
+        model: GGUF file to measure instead of a geometry.
+        gguf: quantisation of a random GGUF file of the geometry to measure, such as Q8_0 or Q4_K_M; by default no file.
+    """
+
+    model: Path | None = None
+    gguf: str | None = None
+
+    def check(self) -> None:
+        """Check the file.
+
+        Raises:
+            ConfigError: there is no such file, the quantisation is unknown, or both are given.
+        """
+        if self.gguf is not None:
+            from chunkattn.tools.bench.random_gguf import QUANTS
+
+            if self.model is not None:
+                raise ConfigError("--gguf writes a random file, and --model names one; give one of them")
+            check_choice("quantisation", self.gguf, QUANTS)
+        if self.model is not None and not self.model.is_file():
+            raise ConfigError(f"--model must be a GGUF file; there is no file {self.model}")
 
 
 @dataclass(frozen=True)
@@ -79,6 +106,21 @@ def check_geometry(name: str) -> None:
     from chunkattn.tools.bench.geometry import GEOMETRIES
 
     check_choice("geometry", name, GEOMETRIES)
+
+
+def check_positions(name: str, longest: int, limit: int) -> None:
+    """Check that a model has enough positions.
+
+    Args:
+        name: name of the model in the error.
+        longest: tokens of the longest sequence.
+        limit: positions of the model.
+
+    Raises:
+        ConfigError: the model's positions end before the longest sequence.
+    """
+    if longest > limit:
+        raise ConfigError(f"a sequence of {longest} tokens is longer than the {limit} of {name}")
 
 
 @dataclass(frozen=True)
