@@ -33,12 +33,11 @@ def load(model: Path, dtype: str, packing: Packing | None = None) -> Decoder:
 
 def logprobs(decoder: Decoder, texts: list[list[int]]) -> np.ndarray:
     """Return log-probabilities at all positions of texts, float64 `[positions, vocab]`."""
-    spec = decoder.spec
 
     def attend(_: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-        k, v = (jnp.repeat(x, spec.num_heads // spec.num_kv_heads, axis=1) for x in (k, v))
-        scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
+        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
+        scores = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
         scores = jnp.where(jnp.tril(jnp.ones((len(q), len(q)), bool)), scores, -jnp.inf)
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v).astype(decoder.dtype)
 

@@ -27,7 +27,7 @@ _DIGITS = {"int8": 1, "int16": 2}
 _PACKED_BY_AUTO = ("bfloat16", "float16")
 """Dtypes under which `weights="auto"` packs."""
 _ROUNDED = "Q8_0"
-"""Format of matrices that `quantization="int8"` rounds."""
+"""Format of the matrices under `quantization="int8"`."""
 _PIECE = 1 << 23
 """Elements that are read and packed at a time."""
 _LINE = 64

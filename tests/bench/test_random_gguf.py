@@ -8,7 +8,7 @@ import pytest
 from gguf.quants import dequantize
 from transformers import LlamaConfig, Qwen3Config
 
-from chunkattn.models.spec import spec_from_config
+from chunkattn.models.families import spec_from_config
 from chunkattn.tools.bench.geometry import GEOMETRIES
 from chunkattn.tools.bench.random_gguf import QUANTS, tensor_type, write_random
 

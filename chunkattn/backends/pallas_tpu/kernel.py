@@ -49,7 +49,7 @@ _FAR = np.iinfo(np.int32).max
 
 
 class Window(NamedTuple):
-    """What a sliding window lets query tiles see.
+    """View of query tiles under a sliding window.
 
     Attributes:
         visits: KV tiles of each query tile, see `windows.Visits`.

@@ -18,7 +18,7 @@ from gguf import (
 )
 from gguf.quants import dequantize, quantize
 
-from chunkattn.models.spec import spec_from_config
+from chunkattn.models.families import spec_from_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -155,11 +155,12 @@ def write_random(config: PretrainedConfig, quant: str, path: Path) -> None:
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_model_len)
     writer.add_embedding_length(spec.hidden_size)
-    writer.add_feed_forward_length(spec.intermediate_size)
-    writer.add_head_count(spec.num_heads)
-    writer.add_head_count_kv(spec.num_kv_heads)
-    writer.add_key_length(spec.head_dim)
-    writer.add_value_length(spec.head_dim)
+    num_heads, num_kv_heads, head_dim = spec.heads
+    writer.add_feed_forward_length(spec.layers[0].feed_forward.size)
+    writer.add_head_count(num_heads)
+    writer.add_head_count_kv(num_kv_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
     writer.add_layer_norm_rms_eps(spec.norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     _add_words(writer, spec.vocab_size)
