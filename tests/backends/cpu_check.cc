@@ -63,7 +63,7 @@ struct Case {
   Step step{};
   Bytes q, k, v, keys, values;
   std::vector<unsigned char> out;
-  std::vector<int32_t> row_seq, row_slot, row_start, prefix_end, tables, page_len, question;
+  std::vector<int32_t> row_seq, row_slot, row_start, prefix_end, tables, page_len, page_position, question;
   std::vector<float> temperature, chunk_scale;
 
   Case(Format format, Format cache_format) {
@@ -81,9 +81,12 @@ struct Case {
     tables.assign(pages.begin(), pages.end());
     const bool weighs = !step.window && chance(0.5);
     for (int s = 0; s < sequences; s++) {
-      for (int w = 0; w < step.width; w++) page_len.push_back(step.window ? step.block_size : draw(1, step.block_size));
+      for (int w = 0; w < step.width; w++) {
+        page_len.push_back(draw(1, step.block_size));
+        page_position.push_back(chance(0.5) ? w * step.block_size : draw(0, longest));
+      }
       const int end = draw(1, longest), rows = std::min(end, chance(0.3) ? 1 : draw(1, longest > 1000 ? 70 : 300));
-      prefix_end.push_back(step.window ? 0 : draw(0, end));
+      prefix_end.push_back(draw(0, end));
       question.push_back(weighs && chance(0.7) ? draw(prefix_end[s], end) : std::numeric_limits<int32_t>::max());
       temperature.push_back(chance(0.3) ? 1 : 0.3f + draw(0, 20) / 10.f), chunk_scale.push_back(0.3f + draw(0, 20) / 10.f);
       int start = 0;
@@ -92,7 +95,7 @@ struct Case {
         if (slot % step.block_size < page_len[s * step.width + slot / step.block_size]) taken.push_back(slot);
       std::reverse(taken.begin(), taken.end());
       for (int slot : taken) {
-        if (!step.window && chance(0.1)) start = slot;
+        if (chance(0.1)) start = slot;
         const bool asks = slot >= question[s];
         row_seq.push_back(s), row_slot.push_back(slot), row_start.push_back(asks ? 0 : start);
       }
@@ -115,6 +118,7 @@ struct Case {
     step.q = q.data(), step.k = k.data(), step.v = v.data(), step.keys = keys.data(), step.values = values.data();
     step.out = out.data(), step.row_seq = row_seq.data(), step.row_slot = row_slot.data(), step.row_start = row_start.data();
     step.prefix_end = prefix_end.data(), step.block_tables = tables.data(), step.page_len = page_len.data();
+    if (step.window) step.page_position = page_position.data();
     if (weighs) step.question_start = question.data(), step.temperature = temperature.data(), step.chunk_scale = chunk_scale.data();
   }
 
@@ -138,7 +142,8 @@ struct Case {
         for (int slot = 0; slot <= own; slot++) {
           const int page = slot / step.block_size;
           if (slot % step.block_size >= page_len[s * step.width + page]) continue;
-          if (step.window ? slot <= own - step.window : slot >= prefix_end[s] && slot < row_start[row]) continue;
+          if (slot >= prefix_end[s] && slot < row_start[row]) continue;
+          if (step.window && step.position(s, slot) <= step.position(s, own) - step.window) continue;
           double score = 0;
           for (int d = 0; d < step.head_dim; d++)
             score += value_of(step.format, q.data() + ((size_t(row) * step.heads + h) * step.head_dim + d) * bytes_of(step.format)) *

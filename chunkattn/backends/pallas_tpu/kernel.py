@@ -49,7 +49,7 @@ _FAR = np.iinfo(np.int32).max
 
 
 class Window(NamedTuple):
-    """View of query tiles under a sliding window.
+    """KV tiles and positions that query tiles need under a sliding window.
 
     Attributes:
         visits: KV tiles of each query tile, see `windows.Visits`.
