@@ -24,6 +24,7 @@ from chunkattn.models.gguf_spec import config_from_gguf
 from chunkattn.models.loader import load_model_tokenizer, open_files
 from chunkattn.models.packing import Packing
 from chunkattn.models.weights import save_weights
+from chunkattn.terminal.progress import say
 
 
 def load(model: Path, dtype: str, packing: Packing | None = None) -> Decoder:
@@ -69,6 +70,7 @@ def main() -> None:
         }
     print(f"{len(exact)} positions of {len(texts)} texts\n{'':26}{'mean':>9}{'largest':>9}{'KL':>10}{'same first token':>18}")
     for name, decoder in cases.items():
+        say(name)
         found = logprobs(decoder, texts)
         difference, same = np.abs(found - exact), (found.argmax(-1) == exact.argmax(-1)).mean()
         divergence = (np.exp(exact) * (exact - found)).sum(-1).mean()

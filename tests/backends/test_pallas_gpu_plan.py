@@ -259,7 +259,7 @@ def test_a_question_alone_occupies_most_of_the_card():
 
 
 def test_the_default_page_size_is_that_of_the_platform(monkeypatch):
-    model = SimpleNamespace(num_heads=4, num_kv_heads=2, head_dim=64, windows=(None,))
+    model = SimpleNamespace(heads=(4, 2, 64), windows=(None,))
     for platform, size in (("gpu", 64), ("cpu", 16), ("tpu", 16)):
         monkeypatch.setattr(jax, "default_backend", lambda platform=platform: platform)
         assert attention_spec(EngineConfig(), model, jnp.dtype("bfloat16")).block_size == size
