@@ -339,7 +339,12 @@ def windows(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="module", params=[*KINDS][:1] + [pytest.param(kind, marks=pytest.mark.ci) for kind in [*KINDS][1:]])
+def _marked(kind):
+    slow = kind in ("quantized int8", "windows float32", "windows tiled")
+    return pytest.param(kind, marks=pytest.mark.slow if slow else pytest.mark.ci)
+
+
+@pytest.fixture(scope="module", params=[*KINDS][:1] + [_marked(kind) for kind in [*KINDS][1:]])
 def llm(request, chat_folder, tmp_path_factory):
     kind = request.param
     if kind == "cpu float32":
