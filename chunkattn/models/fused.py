@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from chunkattn.errors import ModelError
 from chunkattn.models.safetensors_folder import SafetensorsFolder
 from chunkattn.models.spec import DecoderSpec
 
@@ -51,20 +52,21 @@ class SplitTensors:
         return self._names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor; a part of a fused tensor of a wrong height has the height that is stored for it.
+        """Return the shape of a tensor.
 
         Args:
             name: name of the tensor.
 
         Raises:
-            ModelError: the tensor holds no floating-point numbers.
+            ModelError: the tensor holds no floating-point numbers, or is fused and has another height than its parts together.
         """
         if name not in self._places:
             return self._source.shape(name)
         stored, start, end = self._places[name]
         rows, *others = self._source.shape(stored)
-        surplus = rows - self._rows[stored]
-        return (end - start + surplus, *others)
+        if rows != self._rows[stored]:
+            raise ModelError(f"{self.path}: tensor {stored!r} has {rows} rows, the configuration says {self._rows[stored]}")
+        return (end - start, *others)
 
     def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Return a tensor or a part of it, see `SafetensorsFolder.read`.
