@@ -177,7 +177,8 @@ class Watch:
             call(names)
 
     def _ask(self, name: str) -> None:
-        if name not in self._asking:
+        asked = self._asking.get(name)
+        if asked is None or asked.done():  # done: its callback below is still to run
             task = self._asking[name] = asyncio.create_task(self._hear(name))
             task.add_done_callback(lambda done: self._asking.pop(name, None) if self._asking.get(name) is done else None)
 

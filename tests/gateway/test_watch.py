@@ -209,6 +209,8 @@ def test_the_only_replica_is_asked_although_a_connection_has_failed():
             assert made.gateway.watch.ready() == []
             assert (await made.http.post(COMPLETE, json=ask())).status_code == 200
             a.reporting.set()
+            assert await made.gateway.watch.until(made.gateway.watch.ready, 30) == [a.url]
+            made.gateway.watch.note_lost(a.url)  # before the task that asked has been put away
             await made.ready(a)
             a.kill()
             answers = [await made.http.post(COMPLETE, json=ask()) for _ in range(2)]
