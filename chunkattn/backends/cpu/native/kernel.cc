@@ -165,9 +165,9 @@ template <Format Q, Format C> struct Tiles {
 #if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
     if (lines <= kFewLines) {
       with_lines(lines, [&](auto few) {
-        few_scores<few, C>(step, padded, places, queries, scores);
+        few_scores<few, C>(step, padded, places, next, queries, scores);
         weigh_lines(0, few, begin, padded, all, full);
-        few_values<few, C>(step, padded, places, next, weights, state.values);
+        few_values<few, C>(step, padded, places, weights, state.values);
       });
       return;
     }
