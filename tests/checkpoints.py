@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family, and transformers as the witness over them."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
@@ -147,6 +148,15 @@ def make_checkpoint(config: PretrainedConfig, folder: Path, max_shard_size: str 
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
+
+
+def force_factors(model, used: str):
+    """Return a copy of a model with longrope that has its `long` or its `short` factors for every length."""
+    made = copy.deepcopy(model)
+    rope = made.config.rope_parameters
+    made.config.rope_parameters = rope | dict.fromkeys(("long_factor", "short_factor"), rope[f"{used}_factor"])
+    made.model.rotary_emb = type(made.model.rotary_emb)(made.config)
+    return made
 
 
 class Oracle:

@@ -1,6 +1,5 @@
 """GGUF files: weights and logits against transformers' own GGUF loading, tokenizers against the originals, and errors."""
 
-import copy
 import json
 import tracemalloc
 
@@ -25,7 +24,7 @@ from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_files
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.remote.messages import Checkpoint
 from tests import tokenizer_texts
-from tests.checkpoints import random_parts
+from tests.checkpoints import force_factors, random_parts
 from tests.fuzz import folders
 from tests.gguf_files import CONFIGS, FAMILIES, HALVES, VOCAB, Written, write
 
@@ -79,11 +78,7 @@ def test_logits_of_files_that_transformers_does_not_read(name, written):
 def test_longrope_of_a_file(length, used, written):
     """Factors and the factor of attention are those of the model that has the same factors for all lengths."""
     file = written("phi3-longrope", Kind.F32)
-    model = copy.deepcopy(file.model)
-    rope = model.config.rope_parameters
-    model.config.rope_parameters = rope | dict.fromkeys(("long_factor", "short_factor"), rope[f"{used}_factor"])
-    model.model.rotary_emb = type(model.model.rotary_emb)(model.config)
-    expected = model(torch.as_tensor(IDS)[None]).logits[0].detach().numpy()
+    expected = force_factors(file.model, used)(torch.as_tensor(IDS)[None]).logits[0].detach().numpy()
     np.testing.assert_allclose(dense_logits(file.path, IDS, max_model_len=length), expected, atol=1e-4)
 
 
