@@ -266,7 +266,7 @@ def _nested(config: PretrainedConfig, max_model_len: int | None) -> DecoderSpec:
         spec = spec_from_config(language_part(config), max_model_len)
     except ModelError as error:
         raise ModelError(f"text_config: {error}") from None
-    return replace(spec, architecture=architecture, is_nested=True)
+    return replace(spec, architecture=architecture, is_nested=True, logit_cap=None)  # which these classes do not read
 
 
 def _factor(config: PretrainedConfig, key: str) -> float:
