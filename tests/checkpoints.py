@@ -130,7 +130,10 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "qwen3-64": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 2}, head_dim=64, tie_word_embeddings=True),
 }
 WINDOWED = [name for name in CHECKPOINTS if "window" in name]
-CHUNKABLE = [name for name in CHECKPOINTS if "window" not in name and name != "qwen3-64"]
+NESTED = [name for name in CHECKPOINTS if "nested" in name and "window" not in name]
+CHUNKABLE = [name for name in CHECKPOINTS if name not in (*WINDOWED, *NESTED, "qwen3-64")]
+DIVISIBLE = [name for name in CHECKPOINTS if name != "olmo2" and "nested" not in name]
+"""Checkpoints whose text configuration is at the top and whose heads several devices can share."""
 
 
 def auto_class(config: PretrainedConfig) -> type:

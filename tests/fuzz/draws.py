@@ -88,8 +88,8 @@ KEYS = {
     "no number of heads": {"num_key_value_heads": None},
 }
 """Changes of a configuration, by the name of the case."""
-NESTED_PREFIXES = {"model.": 5, "model.language_model.": 5, "language_model.": 1, "language_model.model.": 3, "text.": 0.3}
-"""Prefixes of multimodal models' language part; `write` puts the common one before the first."""
+NESTED_PREFIXES = {"language_model.model.": 8, "model.language_model.": 5, "language_model.": 1, "text.": 0.3}
+"""Prefixes of the language part of multimodal models."""
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 PREFIXES = {"model.": 9, "": 5, "base_model.model.model.": 0.3, "module.model.": 0.3, "transformer.": 0.3}
 
@@ -175,13 +175,17 @@ class Draw:
             self.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
 
     def _names(self):
-        prefixes = NESTED_PREFIXES if self.keys.get("model_type") in NESTED else PREFIXES
+        is_nested = self.keys.get("model_type") in NESTED
+        own, prefixes = ("language_model.model.", NESTED_PREFIXES) if is_nested else ("model.", PREFIXES)
         prefix = self._pick("prefix", prefixes)
         part = self._pick("names", {"all": 9, "some": 1})
         named = {}
         for name, tensor in self.tensors.items():
-            keeps = not name.startswith(DECODER) or (part == "some" and self._rng.random() < 0.5)
-            named[name if keeps else prefix + name.removeprefix("model.")] = tensor
+            if not name.startswith(DECODER):
+                named[name] = tensor
+                continue
+            keeps = part == "some" and self._rng.random() < 0.5
+            named[(own if keeps else prefix) + name.removeprefix("model.")] = tensor
         self.tensors = named
 
     def _files(self):
