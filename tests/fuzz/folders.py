@@ -21,7 +21,7 @@ FAMILIES = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma3_text", "granite", "granitemoehybrid", "olmo2"),
     *("phi3", "smollm3", *NESTED),
 )
-CLASSIFIED = tuple(family for family in FAMILIES if family not in ("gemma3_text", "granite", "granitemoehybrid", *NESTED))
+CLASSIFIED = tuple(family for family in FAMILIES if family not in ("granite", "granitemoehybrid", *NESTED))
 """Families with classifiers."""
 OWN = {
     "gemma3_text": {"query_pre_attn_scalar": 12, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
