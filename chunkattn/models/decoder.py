@@ -12,6 +12,7 @@ from itertools import count
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from chunkattn.backends.base import HeadInputs
 from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
@@ -70,7 +71,7 @@ class Decoder:
         rotaries = dict.fromkeys(layer.mixer.rotary for layer in self.spec.layers)
         tables = {rotary: None if rotary is None else rotary_tables(rotary, positions) for rotary in rotaries}
         kinds = dict.fromkeys(layer.mixer.growth for layer in self.spec.layers)
-        growths = {growth: None if growth is None else _query_factors(growth, positions) for growth in kinds}
+        growths = {growth: None if growth is None else self._query_factors(growth, positions) for growth in kinds}
         x, added = self.shards.embed(self.weights[EMBEDDING], token_ids), None
         if self.spec.embedding_scale != 1:
             x = x * jnp.asarray(self.spec.embedding_scale, self.dtype).astype(jnp.float32)
@@ -140,6 +141,13 @@ class Decoder:
             q = q * growth
         return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
 
+    def _query_factors(self, growth: QueryGrowth, positions: jax.Array) -> jax.Array:
+        """Return the factors of queries at positions `[T]`, float32 `[T, 1, 1]`."""
+        # A table has the same bits for any number of rows, whatever the compiler makes of a logarithm.
+        steps = np.arange(self.spec.max_model_len // growth.period + 1, dtype=np.float32)
+        table = jnp.asarray(1 + np.float32(growth.beta) * np.log(1 + steps))
+        return jnp.take(table, positions // growth.period, mode="clip")[:, None, None]
+
     def _mlp(self, spec: Mlp, x: jax.Array, name: str) -> jax.Array:
         """Return the output of a gated MLP (arXiv:2002.05202), float32 `[T, hidden]`, from an input `[T, hidden]`."""
         gate, up = self._several(x, [f"{name}{part}_proj" for part in _GATES])
@@ -189,11 +197,6 @@ class Decoder:
             return x, x
         scale, epsilon, dtype = self._scale(f"{name}{norm}"), self.spec.norm_eps, self._dtype_into(readers)
         return (x, rms_norm(x, scale, epsilon, dtype)) if added is None else add_rms_norm(x, added, scale, epsilon, dtype)
-
-
-def _query_factors(growth: QueryGrowth, positions: jax.Array) -> jax.Array:
-    """Return the factors of queries at positions `[T]`, float32 `[T, 1, 1]`."""
-    return (1 + growth.beta * jnp.log1p((positions // growth.period).astype(jnp.float32)))[:, None, None]
 
 
 def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decoder:

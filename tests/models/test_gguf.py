@@ -20,7 +20,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
 from chunkattn.models import gguf_metadata
 from chunkattn.models.gguf_file import open_gguf
-from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_files
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_files, open_shape
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.remote.messages import Checkpoint
 from tests import tokenizer_texts
@@ -72,6 +72,8 @@ def test_logits_of_files_that_transformers_does_not_read(name, written):
     expected = file.oracle().logits(IDS)
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(dense_logits(file.path, IDS), expected, atol=1e-4)
+    spec, _, types = open_shape(EngineConfig(model=str(file.path)))
+    assert {types[name] for name, shape in spec.parameters().items() if len(shape) > 1} == {"Q8_0"}
 
 
 @pytest.mark.parametrize(("length", "used"), [(64, "short"), (256, "long")])
