@@ -16,12 +16,12 @@ from safetensors.flax import save_file
 from chunkattn.backends.cpu.packed import quantize_q8_0
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
-from chunkattn.models.fused import SplitTensors
+from chunkattn.models.fused import SplitTensors, split_tensors
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.packing import Packing, load_packed, plan_packing
-from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
+from chunkattn.models.safetensors_folder import BASE_PREFIX, NESTED_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
 from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
 
@@ -59,11 +59,11 @@ def load_weights(
     """
     if isinstance(source, Path) and source.is_file():
         source = open_gguf(source)
-    if isinstance(source, GGUFFile):
-        return fill(spec, GGUFTensors(source, spec), dtype, shards, packing)
     with ExitStack() as stack:
-        folder = SafetensorsFolder(source, stack)
-        return fill(spec, SplitTensors(folder, spec) if spec.fused else folder, dtype, shards, packing)
+        if isinstance(source, GGUFFile):
+            return fill(spec, split_tensors(GGUFTensors(source, spec), spec), dtype, shards, packing)
+        folder = SafetensorsFolder(source, stack, is_nested=spec.is_nested)
+        return fill(spec, split_tensors(folder, spec), dtype, shards, packing)
 
 
 def fill(
@@ -110,7 +110,7 @@ def fill(
 
 def _stored(source: TensorSource, name: str, index: Index) -> np.ndarray:
     """Return stored blocks of a matrix, uint8 `[rows, bytes]`."""
-    assert isinstance(source, GGUFTensors)
+    assert isinstance(source, (GGUFTensors, SplitTensors))
     return source.blocks(name, index)
 
 
@@ -198,4 +198,6 @@ def save_weights(model: Decoder, folder: Path) -> None:
     arrays = {name: weight for name, weight in model.weights.items() if not isinstance(weight, Packed)}
     if packed := model.weights.keys() - arrays.keys():
         raise ModelError(f"{min(packed)!r} is packed, which safetensors cannot hold; load the model with weights='dequantized'")
+    if model.spec.is_nested:
+        arrays = {f"{NESTED_PREFIX}{name}": array for name, array in arrays.items()}
     save_file(arrays, folder / SINGLE_FILE, metadata={"format": "pt"})
