@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from chunkattn.errors import ModelError
-from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, LayerSpec, Mlp
+from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, Experts, LayerSpec, Mlp
 from chunkattn.rope.rotary import make_rotary
 
 if TYPE_CHECKING:
@@ -88,6 +88,35 @@ def _phi3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     return replace(spec, fused=True)
 
 
+def _experts(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Put experts in place of the MLP of every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+    for name in names:
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise _wrong(f"{name} must be a positive integer, got {value!r}")
+    count, used, size, step = (getattr(config, name) for name in names)
+    if used > count:
+        raise _wrong(f"num_experts_per_tok {used} is more than num_experts {count}")
+    dense = config.mlp_only_layers
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < spec.num_layers for layer in dense):
+        raise _wrong(f"mlp_only_layers must be a list of layers below {spec.num_layers}, got {dense!r}")
+    mlp = spec.layers[0].feed_forward
+    assert isinstance(mlp, Mlp)
+    if mlp.activation != "silu":
+        raise _wrong(f"hidden_act {_activation(config)!r} is not supported by experts; only silu is")
+    experts = Experts(count, used, size, is_normalised=bool(config.norm_topk_prob))
+    if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
+        if not isinstance(shared, int) or isinstance(shared, bool) or shared < 1:
+            raise _wrong(f"shared_expert_intermediate_size must be a positive integer, got {shared!r}")
+        experts = replace(experts, shared=Mlp(shared), gates_shared=True)
+    layers = (
+        layer if index in dense or (index + 1) % step else replace(layer, feed_forward=experts)
+        for index, layer in enumerate(spec.layers)
+    )
+    return replace(spec, layers=tuple(layers))
+
+
 def _smollm3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     """Let the layers without rotary embedding see no positions."""
     rotates = config.no_rope_layers
@@ -107,6 +136,7 @@ FAMILIES = {
     "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, None, "layer_types"),
     "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, None, "layer_types"),
     "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, "head", "layer_types"),
+    "qwen3_moe": Family("Qwen3 MoE", ("Qwen3Moe",), None, None, False, "head", "all", deltas=_experts),
     "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
     "gemma3_text": Family("Gemma 3", ("Gemma3", "Gemma3Text"), None, None, False, "head", "layer_types", False, deltas=_gemma3),
     "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),

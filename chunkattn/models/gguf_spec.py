@@ -12,13 +12,18 @@ from chunkattn.errors import ModelError
 from chunkattn.models.families import spec_from_config
 from chunkattn.models.gguf_file import GGUFFile
 from chunkattn.models.gguf_vocabulary import read_vocabulary
-from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, LayerSpec
+from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, LayerSpec, Mlp
 from chunkattn.rope.rotary import RotarySpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+}
 """Supported values of `general.architecture`, with the Hugging Face class of each. Mistral and SmolLM2 files say `llama`."""
 
 _REFUSED = {
@@ -47,6 +52,21 @@ _YARN = {
 _NOT_YARN = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 0.0}
 """Parameters that change the other scalings too, with the values that do not."""
 
+_EXPERTS = "qwen3moe"
+"""Architecture whose layers have experts."""
+_MODEL_TYPES = {_EXPERTS: "qwen3_moe"}
+"""`model_type` of the architectures that have another name in transformers."""
+_WITHOUT = {
+    "expert_shared_count": (0, "shared experts"),
+    "expert_shared_feed_forward_length": (0, "shared experts"),
+    "expert_group_count": (1, "groups of experts"),
+    "expert_weights_scale": (1.0, "scaled factors of experts"),
+    "expert_gating_func": (1, "routers without softmax"),
+    "leading_dense_block_count": (0, "layers without experts"),
+    "router_logit_softcapping": (0.0, "soft caps of routers"),
+}
+"""Keys about experts with the value that changes nothing, as 0 does, and the meaning of any other."""
+
 _ROPE_FACTORS = "rope_freqs.weight"
 _HEAD = "cls.output"
 """GGUF name of a reranker's head, one row for each class."""
@@ -71,7 +91,7 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
         known = ", ".join(ARCHITECTURES)
         raise file.fault(f"GGUF architecture {architecture!r} is not supported; supported are {known}")
     for key, meaning in _REFUSED.items():
-        if file.get(f".{key}", (int, float, list), 0):
+        if (architecture, key) != (_EXPERTS, "expert_count") and file.get(f".{key}", (int, float, list), 0):
             raise file.fault(f"{architecture}.{key} is set: {meaning} are not supported")
     if not file.get(".attention.causal", bool, True):
         raise file.fault("attention.causal is false: models with bidirectional attention are not supported")
@@ -120,9 +140,10 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": list(read_vocabulary(file).end_ids) or None,
         "dtype": _dtype(file),
+        **(_experts(file) if architecture == _EXPERTS else {}),
     }
     try:
-        return AutoConfig.for_model(architecture, **settings)
+        return AutoConfig.for_model(_MODEL_TYPES.get(architecture, architecture), **settings)
     except Exception as error:  # transformers' configurations validate themselves, with errors of many classes
         raise file.fault(f"the metadata describe no valid {architecture} model: {error}") from error
 
@@ -147,9 +168,29 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
 
     def from_tensors(layer: LayerSpec) -> LayerSpec:
         mixer = replace(layer.mixer, rotary=rotaries[layer.mixer.rotary], qkv_bias=qkv_bias, o_bias=o_bias)
-        return replace(layer, mixer=mixer, feed_forward=replace(layer.feed_forward, bias=mlp_bias))
+        mlp = layer.feed_forward
+        return replace(layer, mixer=mixer, feed_forward=replace(mlp, bias=mlp_bias) if isinstance(mlp, Mlp) else mlp)
 
     return spec.map(from_tensors)
+
+
+def _experts(file: GGUFFile) -> dict[str, Any]:
+    """Return the settings of experts. llama.cpp divides the factors of a row's experts by their sum.
+
+    Raises:
+        ModelError: the experts are of another form.
+    """
+    for key, (plain, meaning) in _WITHOUT.items():
+        if file.get(f".{key}", (int, float), plain) not in (plain, 0):
+            raise file.fault(f"{file.full(f'.{key}')} is set: {meaning} are not supported in GGUF")
+    if not file.get(".expert_weights_norm", bool, True):
+        raise file.fault(f"{file.full('.expert_weights_norm')} is false, which llama.cpp ignores; convert the model anew")
+    return {
+        "num_experts": file.need(".expert_count", int),
+        "num_experts_per_tok": file.need(".expert_used_count", int),
+        "moe_intermediate_size": file.need(".expert_feed_forward_length", int),
+        "norm_topk_prob": True,
+    }
 
 
 def _class_names(file: GGUFFile) -> list[str]:
@@ -278,6 +319,10 @@ class GGUFTensors:
             dtype: dtype of the returned array.
             index: slices of the first axes; only the blocks of this part are read.
         """
+        if len(shape := self.shape(name)) == 3:
+            which, rows, columns = (*index, *[slice(None)] * 3)[:3]
+            matrices = self._file.read(self._names[name], dtype, _flat(shape, which, rows), columns)
+            return matrices.reshape(len(range(*which.indices(shape[0]))), -1, matrices.shape[-1])
         rows, columns = (*index, slice(None), slice(None))[:2]
         order = self._rows(name)
         return self._file.read(self._names[name], dtype, rows if order is None else order[rows], columns)
@@ -295,8 +340,11 @@ class GGUFTensors:
 
         Args:
             name: checkpoint name.
-            index: rows and columns, whole blocks.
+            index: rows and columns, whole blocks; of stacked matrices, matrices before them.
         """
+        if len(shape := self.shape(name)) == 3:
+            which, rows, columns = index
+            return self._file.blocks(self._names[name], _flat(shape, which, rows), columns)
         rows, columns = index
         order = self._rows(name)
         return self._file.blocks(self._names[name], rows if order is None else order[rows], columns)
@@ -328,3 +376,8 @@ class GGUFTensors:
             return None
         rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
         return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _flat(shape: tuple[int, ...], which: slice, rows: slice) -> np.ndarray:
+    """Return the places of rows of stacked matrices among the rows of all."""
+    return np.arange(shape[0] * shape[1]).reshape(shape[:2])[which, rows].reshape(-1)

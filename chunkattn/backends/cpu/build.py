@@ -35,7 +35,7 @@ KERNELS = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
 }
 """Compiler flags of each kernel for x86-64; other processors get the portable kernel alone."""
-PARTS = ("attention", "dispatch", "packed", "packed_load")
+PARTS = ("attention", "dispatch", "groups", "packed", "packed_load")
 """Sources of every program that calls the kernels, without `.cc`."""
 _NO_CONTRACTION = ("-ffp-contract=off",)
 """Products of packed weights round at the same places in every kernel."""
