@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, modeling_utils
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, modeling_utils
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
 
@@ -55,6 +55,9 @@ CONFIGS = {
     ),
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "qwen3moe": Qwen3MoeConfig(
+        **_SHAPE, head_dim=64, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+    ),
 }
 HALVES = {
     Kind.Q2_K: (80, 82),
@@ -90,6 +93,19 @@ def interleave(weight, heads):
     return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
+def _projections(model):
+    """Names and values of a model's parameters, those of stacked experts as the converter names them."""
+    for name, parameter in model.named_parameters():
+        value = parameter.detach().numpy()
+        if value.ndim < 3:
+            yield name, value
+            continue
+        before, _, module = name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if module == "gate_up_proj" else (module,)
+        for part, rows in zip(parts, np.split(value, len(parts), axis=1), strict=True):
+            yield f"{before}.{part}.weight", np.ascontiguousarray(rows)
+
+
 class Written:
     """A random model in a GGUF file.
 
@@ -107,7 +123,7 @@ class Written:
         rng = np.random.default_rng(0)
         self.path, self.config, self.kind = path, config, kind
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        architecture = config.model_type
+        architecture = config.model_type.replace("_moe", "moe")
         names = gguf.get_tensor_name_map(next(k for k, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture), 2)
         writer = gguf.GGUFWriter(path, architecture, **options)
         writer.add_context_length(config.max_position_embeddings)
@@ -120,14 +136,17 @@ class Written:
         writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         writer.add_rope_dimension_count(head_dim)
-        if architecture == "qwen3":
+        if architecture == "qwen3moe":
+            writer.add_expert_count(config.num_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        if architecture in ("qwen3", "qwen3moe"):
             writer.add_key_length(head_dim)
             writer.add_value_length(head_dim)
         self._add_scaling(writer, head_dim)
         change(writer)
         written = {}
-        for name, parameter in model.named_parameters():
-            value = parameter.detach().numpy()
+        for name, value in _projections(model):
             if value.ndim == 1:
                 value = value + rng.normal(0, 0.1, value.shape).astype(np.float32)
             heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
@@ -141,10 +160,11 @@ class Written:
             if value is None:
                 continue
             of = (kinds or {}).get(name.removesuffix(".weight").split(".")[-1], kind)
-            if value.ndim == 1:
+            if value.ndim == 1 or name.endswith("ffn_gate_inp.weight"):  # llama.cpp quantises no router
                 writer.add_tensor(name, value)
             elif of in HALVES:
-                writer.add_tensor(name, random_blocks(rng, value.shape, of), raw_dtype=of)
+                blocks = random_blocks(rng, (value.size // value.shape[-1], value.shape[-1]), of)
+                writer.add_tensor(name, blocks.reshape(*value.shape[:-1], -1), raw_dtype=of)
             else:
                 writer.add_tensor(name, gguf.quants.quantize(value, of), raw_dtype=of)
         writer.write_header_to_file()

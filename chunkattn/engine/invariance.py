@@ -74,7 +74,7 @@ class Invariance:
                 "on a CPU, or leave the option out"
             )
         packed = {(weight.format, weight.digits) for weight in weights if isinstance(weight, Packed)}
-        depth = max(model.hidden_size, *(width for layer in model.layers for width in layer.feed_forward.columns))
+        depth = max(model.hidden_size, *(width for layer in model.layers for width in layer.columns))
         agree = rows_agree(dtype, depth, model.vocab_size, tuple(sorted(packed)))
         if option is None and not agree:
             logger.warning(

@@ -85,8 +85,9 @@ class Decoder:
                 out = attend(index, *self._prepared(layer.mixer, attention, q, k, v, rotary))
             out = self._linear(out.reshape(len(x), -1), f"{attention}o_proj", self.shards.total)
             added = self._after(layer, out, name, norms.after_mixer)
-            x, normed = self._add_norm(x, added, name, norms.before_feed_forward, layer.feed_forward.readers)
-            out = self._feed_forward(layer.feed_forward, normed, f"{name}mlp.")
+            readers = [reader for part in layer.feed_forwards for reader in part.readers]
+            x, normed = self._add_norm(x, added, name, norms.before_feed_forward, readers)
+            out = self._feed_forward(layer, normed, f"{name}mlp.")
             added = self._after(layer, out, name, norms.after_feed_forward)
         return self._add_norm(x, added, "model.", "norm", [])[1]
 
@@ -136,10 +137,15 @@ class Decoder:
             q, k = (apply_rotary(x, *rotary) for x in (q, k))
         return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
 
-    def _feed_forward(self, spec: Mlp | Experts, x: jax.Array, name: str) -> jax.Array:
+    def _feed_forward(self, layer: LayerSpec, x: jax.Array, name: str) -> jax.Array:
         """Return the output of a layer's feed-forward, float32 `[T, hidden]`, from an input `[T, hidden]`."""
-        if isinstance(spec, Mlp):
-            return self._mlp(spec, x, name, self.shards.total)
+        parts = [] if layer.feed_forward is None else [self._mlp(layer.feed_forward, x, name, self.shards.total)]
+        if layer.experts is not None:
+            parts.append(self._experts(layer.experts, x, name))
+        return sum(parts[1:], parts[0])
+
+    def _experts(self, spec: Experts, x: jax.Array, name: str) -> jax.Array:
+        """Return the output of a layer's experts; see `_feed_forward`."""
         chosen, factors = route(multiply(x, self.weights[f"{name}gate.weight"]), spec)
         gate, up, down = (self.weights[f"{name}{EXPERTS}.{part}_proj.{spec.leaf}"] for part in ("gate", "up", "down"))
         out = mix(x, chosen, factors, gate, up, down, spec, self.dtype)

@@ -101,17 +101,15 @@ def _experts(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     dense = config.mlp_only_layers
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < spec.num_layers for layer in dense):
         raise _wrong(f"mlp_only_layers must be a list of layers below {spec.num_layers}, got {dense!r}")
-    mlp = spec.layers[0].feed_forward
-    assert isinstance(mlp, Mlp)
-    if mlp.activation != "silu":
-        raise _wrong(f"hidden_act {_activation(config)!r} is not supported by experts; only silu is")
+    if (activation := _activation(config)) not in ("silu", "swish"):
+        raise _wrong(f"hidden_act {activation!r} is not supported by experts; only silu is")
     experts = Experts(count, used, size, is_normalised=bool(config.norm_topk_prob))
     if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
         if not isinstance(shared, int) or isinstance(shared, bool) or shared < 1:
             raise _wrong(f"shared_expert_intermediate_size must be a positive integer, got {shared!r}")
         experts = replace(experts, shared=Mlp(shared), gates_shared=True)
     layers = (
-        layer if index in dense or (index + 1) % step else replace(layer, feed_forward=experts)
+        layer if index in dense or (index + 1) % step else replace(layer, feed_forward=None, experts=experts)
         for index, layer in enumerate(spec.layers)
     )
     return replace(spec, layers=tuple(layers))

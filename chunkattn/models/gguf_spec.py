@@ -12,7 +12,7 @@ from chunkattn.errors import ModelError
 from chunkattn.models.families import spec_from_config
 from chunkattn.models.gguf_file import GGUFFile
 from chunkattn.models.gguf_vocabulary import read_vocabulary
-from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, LayerSpec, Mlp
+from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, LayerSpec
 from chunkattn.rope.rotary import RotarySpec
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
     def from_tensors(layer: LayerSpec) -> LayerSpec:
         mixer = replace(layer.mixer, rotary=rotaries[layer.mixer.rotary], qkv_bias=qkv_bias, o_bias=o_bias)
         mlp = layer.feed_forward
-        return replace(layer, mixer=mixer, feed_forward=replace(mlp, bias=mlp_bias) if isinstance(mlp, Mlp) else mlp)
+        return replace(layer, mixer=mixer, feed_forward=mlp and replace(mlp, bias=mlp_bias))
 
     return spec.map(from_tensors)
 

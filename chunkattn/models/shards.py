@@ -115,8 +115,8 @@ class Shards:
         Args:
             name: name of the parameter in checkpoints, of a module and `weight` or `bias`.
         """
-        *_, outer, module, leaf = name.split(".")
-        if outer == EXPERTS:  # every device holds some columns of each expert
+        *outer, module, leaf = name.split(".")
+        if EXPERTS in outer:  # every device holds some columns of each expert
             return divided(None, None, _ALL) if (module in _INPUTS) == (leaf == "weight") else divided(None, _ALL)
         if module in _INPUTS and leaf == "weight":
             return divided(None, _ALL)
@@ -324,7 +324,7 @@ def indivisible(size: int, spec: DecoderSpec) -> str | None:
     if size > 1 and any(layer.mixer.qk_norm == "whole" for layer in spec.layers):
         return "norms over all heads cannot be divided by"
     num_heads, num_kv_heads, _ = spec.heads
-    columns = {(width, what) for layer in spec.layers for width, what in layer.feed_forward.columns.items()}
+    columns = {(width, what) for layer in spec.layers for width, what in layer.columns.items()}
     for number, what in ((num_heads, "attention heads"), *sorted(columns)):
         if number % size:
             return f"{number} {what} cannot be divided by"

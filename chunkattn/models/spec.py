@@ -208,15 +208,27 @@ class LayerSpec:
 
     Attributes:
         mixer: the mixer.
-        feed_forward: the feed-forward.
-        norms: norms around both.
-        residual_scale: factor of what both add to the residual stream.
+        feed_forward: the MLP of the feed-forward; None for a layer with experts alone.
+        norms: norms around both halves.
+        residual_scale: factor of what both halves add to the residual stream.
+        experts: experts of the feed-forward, whose output is added to the MLP's; None for none.
     """
 
     mixer: Attention
-    feed_forward: Mlp | Experts
+    feed_forward: Mlp | None
     norms: Norms = BEFORE
     residual_scale: float = 1.0
+    experts: Experts | None = None
+
+    @property
+    def feed_forwards(self) -> list[Mlp | Experts]:
+        """Return the parts of the feed-forward."""
+        return [part for part in (self.feed_forward, self.experts) if part is not None]
+
+    @property
+    def columns(self) -> dict[int, str]:
+        """Return the widths of the feed-forward, which devices divide, with their meaning."""
+        return {width: what for part in self.feed_forwards for width, what in part.columns.items()}
 
     def parameters(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's parameters.
@@ -225,7 +237,10 @@ class LayerSpec:
             hidden: width of the residual stream.
         """
         norms: Shapes = {f"{name}.weight": (hidden,) for name in self.norms.names}
-        return norms | self.mixer.parameters(hidden) | self.feed_forward.parameters(hidden)
+        shapes = norms | self.mixer.parameters(hidden)
+        for part in self.feed_forwards:
+            shapes |= part.parameters(hidden)
+        return shapes
 
     def row_products(self, hidden: int) -> int:
         """Return the products of a row with the layer's matrices; of experts, those of a row's own count.
@@ -233,7 +248,7 @@ class LayerSpec:
         Args:
             hidden: width of the residual stream.
         """
-        used = self.feed_forward.used if isinstance(self.feed_forward, Experts) else 0
+        used = 0 if self.experts is None else self.experts.used
         shapes = self.parameters(hidden).values()
         return sum(math.prod(shape[-2:]) * (used if len(shape) == 3 else 1) for shape in shapes if len(shape) > 1)
 

@@ -23,7 +23,7 @@ from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.packing import Packing, load_packed, plan_packing
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
-from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec, Experts, LayerSpec
+from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec, LayerSpec
 from chunkattn.models.stacked import StackedExperts
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ def load_weights(
         return fill(spec, GGUFTensors(source, spec), dtype, shards, packing)
     with ExitStack() as stack:
         folder = SafetensorsFolder(source, stack)
-        has_experts = any(isinstance(layer.feed_forward, Experts) for layer in spec.layers)
+        has_experts = any(layer.experts is not None for layer in spec.layers)
         split = SplitTensors(folder, spec) if spec.fused else StackedExperts(folder, spec) if has_experts else folder
         return fill(spec, split, dtype, shards, packing)
 
@@ -123,8 +123,7 @@ def fill(
 
 def _inputs_first(layer: LayerSpec) -> LayerSpec:
     """Return a layer whose experts, if it has any, have their inputs first."""
-    experts = layer.feed_forward
-    return replace(layer, feed_forward=replace(experts, inputs_first=True)) if isinstance(experts, Experts) else layer
+    return layer if layer.experts is None else replace(layer, experts=replace(layer.experts, inputs_first=True))
 
 
 def _read_transposed(source: TensorSource, name: str, dtype: jnp.dtype, index: Index) -> np.ndarray:

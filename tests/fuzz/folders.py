@@ -14,7 +14,7 @@ from chunkattn.errors import ModelError
 from chunkattn.models.loader import load_tokenizer, open_files
 from tests.tokenizer_texts import TEXTS
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo2", "phi3", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo2", "phi3", "qwen3_moe", "smollm3")
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -29,13 +29,22 @@ SHAPE = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
+OWN = {
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    }
+}
+"""Settings of families beside `SHAPE`."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 def tensors_of(family, seed=0, auto=AutoModelForCausalLM, **changes):
     """Tensors of a random model, with a bias beside every projection, and the configuration's keys."""
-    config = AutoConfig.for_model(family, **{**SHAPE, **changes})
+    config = AutoConfig.for_model(family, **{**SHAPE, **OWN.get(family, {}), **changes})
     torch.manual_seed(seed)
     model = auto.from_config(config, dtype=torch.float32)
     tensors = {name: value.clone() for name, value in model.state_dict().items()}
@@ -46,6 +55,21 @@ def tensors_of(family, seed=0, auto=AutoModelForCausalLM, **changes):
             tensors[name.replace("weight", "bias")] = 0.3 * torch.randn(len(value))
     keys = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
     return tensors, keys
+
+
+def numbered(tensors):
+    """The tensors with a name for each expert, as checkpoints on the hub have them."""
+    found = {}
+    for name, value in tensors.items():
+        before, _, module = name.rpartition(".")
+        if value.ndim < 3:
+            found[name] = value
+            continue
+        parts = ("gate_proj", "up_proj") if module == "gate_up_proj" else (module,)
+        for number, expert in enumerate(value):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                found[f"{before}.{number}.{part}.weight"] = rows.contiguous()
+    return found
 
 
 def write(folder, tensors, keys, shards=1):

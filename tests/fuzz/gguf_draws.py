@@ -62,6 +62,8 @@ WRONG = {
 def _mutants(rng, config):
     """Random bytes of random matrices: name, offset as a share of the tensor, and what the byte is xored with."""
     modules = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    if config.model_type == "qwen3_moe":
+        modules = (*modules[:4], *(f"{module}_exps" for module in modules[4:]))
     names = ["token_embd.weight", *(f"blk.{i}.{m}.weight" for i in range(config.num_hidden_layers) for m in modules)]
     return [(names[rng.integers(len(names))], rng.random(), int(rng.integers(1, 256))) for _ in range(rng.integers(1, 30))]
 
@@ -110,7 +112,7 @@ def judge(path, seed):
 
     def change(writer):
         for case in dict.fromkeys(chosen):
-            table[case](writer, config.model_type)
+            table[case](writer, config.model_type.replace("_moe", "moe"))
 
     packing = Packing() if rng.random() < 0.5 else None
     mutants = _mutants(rng, config) if kind not in (Kind.F32, Kind.F16, Kind.BF16) and rng.random() < 0.4 else []

@@ -57,11 +57,17 @@ REFUSED = {
     "theta null": "make no rotary embedding",
     "no number of heads": dict.fromkeys(FAMILIES, "has shape")
     | dict.fromkeys(("mistral", "gemma"), "num_key_value_heads")
+    | {"qwen3_moe": "num_key_value_heads"}
     | {"phi3": "tensor 'model.layers.0.self_attn.qkv_proj.weight' has 64 rows, the configuration says 96"},
     "gelu": dict.fromkeys((family for family in FAMILIES if family != "gemma"), "hidden_act 'gelu' is not supported"),
     "parameters and scaling": {"phi3": "must be one of ['longrope'], got linear"},
+    "gelu by tanh": {"qwen3_moe": "not supported by experts"},
     "bidirectional": {"gemma": "use_bidirectional_attention"},
     "a factor of 0": {"granite": "residual_multiplier must be a positive finite number"},
+    "a layer without experts": {"qwen3_moe": "'model.layers.1.mlp.down_proj.weight' and 2 more"},
+    "experts in every second layer": {"qwen3_moe": "'model.layers.0.mlp.down_proj.weight' and 2 more"},
+    "more experts than there are": {"qwen3_moe": "num_experts_per_tok 7 is more than num_experts 6"},
+    "no experts": {"qwen3_moe": "num_experts must be a positive integer, got 0"},
     "layer types switched off": {"qwen2": "need a sliding_window", "qwen3": "need a sliding_window"},
 }
 """Errors by the name of the case: for every family, or by family."""
@@ -82,6 +88,12 @@ def test_a_key_means_what_the_family_s_class_makes_of_it(family, case, model, tm
     refused = REFUSED.get(case, "")
     refused = refused.get(family, "") if isinstance(refused, dict) else refused
     assert refused in found if refused else found == "equal"
+
+
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2, "norm_topk_prob": False}], ids=str)
+def test_layers_with_experts_and_without(changes, tmp_path):
+    tensors, keys = tensors_of("qwen3_moe", **changes)
+    assert judge(write(tmp_path / "model", tensors, keys)) == "equal"
 
 
 @pytest.mark.parametrize(

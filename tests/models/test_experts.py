@@ -117,14 +117,14 @@ def stack(tensors):
     for index in (0, 2):
         name = f"model.layers.{index}.mlp.experts."
         gate, up, down = (
-            np.stack([tensors.pop(f"{name}{e}.{part}_proj.weight") for e in range(8)]) for part in ("gate", "up", "down")
+            np.stack([tensors.pop(f"{name}{e}.{part}_proj.weight") for e in range(7)]) for part in ("gate", "up", "down")
         )
         tensors[f"{name}gate_up_proj"], tensors[f"{name}down_proj"] = np.concatenate([gate, up], axis=1), down
 
 
 def test_both_ways_of_storing_experts(broken, oracle):
     expected = oracle("qwen3-moe").logits(IDS)
-    assert "model.layers.2.mlp.experts.7.up_proj.weight" in load_file(broken / "model.safetensors")
+    assert "model.layers.2.mlp.experts.6.up_proj.weight" in load_file(broken / "model.safetensors")
     np.testing.assert_allclose(dense_logits(loads(broken), IDS), expected, atol=1e-4)
     rename(broken, stack)
     np.testing.assert_allclose(dense_logits(loads(broken), IDS), expected, atol=1e-4)
@@ -153,15 +153,15 @@ def test_saved_weights_are_those_of_transformers(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("model.layers.2.mlp.experts.3.up_proj.weight"), "8; expert 3 is missing"),
+        (lambda t: t.pop("model.layers.2.mlp.experts.3.up_proj.weight"), "7; expert 3 is missing"),
         (lambda t: t.pop("model.layers.0.mlp.gate.weight"), "'model.layers.0.mlp.gate.weight' .* is missing"),
         (
             lambda t: t.update({"model.layers.0.mlp.experts.3.up_proj.weight": np.zeros((7, 64), np.float32)}),
             "of two experts differ in shape",
         ),
         (
-            lambda t: (stack(t), t.update({"model.layers.0.mlp.experts.gate_up_proj": np.zeros((8, 60, 64), np.float32)})),
-            r"has shape \[8, 60, 64\], the configuration says 64 rows",
+            lambda t: (stack(t), t.update({"model.layers.0.mlp.experts.gate_up_proj": np.zeros((7, 60, 64), np.float32)})),
+            r"has shape \[7, 60, 64\], the configuration says 64 rows",
         ),
         (
             lambda t: t.update({"model.layers.0.mlp.experts.3.up_proj.weight": np.full((32, 64), np.nan, np.float32)}),
@@ -178,9 +178,9 @@ def test_broken_tensors(broken, change, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_local_experts": 9}, "has 8 experts, the configuration says 9; expert 8 is missing"),
+        ({"num_local_experts": 9}, "has 7 experts, the configuration says 9; expert 7 is missing"),
         ({"num_local_experts": 0}, "num_experts must be a positive integer, got 0"),
-        ({"num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than num_experts 8"),
+        ({"num_experts_per_tok": 8}, "num_experts_per_tok 8 is more than num_experts 7"),
         ({"moe_intermediate_size": 33}, "has shape"),
         ({"decoder_sparse_step": 0}, "decoder_sparse_step must be a positive integer"),
         ({"mlp_only_layers": [3]}, "mlp_only_layers must be a list of layers below 3"),
@@ -200,9 +200,10 @@ def test_the_operations_of_a_row_are_those_of_its_experts(checkpoint):
     spec = loads(checkpoint("qwen3-moe")).spec
     attention, expert, dense = 64 * (128 + 64 + 64 + 128), 3 * 64 * 32, 3 * 64 * 96
     assert [each.row_products(64) for each in spec.layers] == [
-        attention + 8 * 64 + 3 * expert,
+        attention + 7 * 64 + 3 * expert,
         attention + dense,
-        attention + 8 * 64 + 3 * expert,
+        attention + 7 * 64 + 3 * expert,
     ]
-    shared = replace(spec.layers[0], feed_forward=Experts(8, 3, 32, shared=replace(spec.layers[1].feed_forward, size=48)))
-    assert shared.row_products(64) == attention + 8 * 64 + 3 * expert + 3 * 64 * 48
+    experts = replace(spec.layers[0].experts, shared=replace(spec.layers[1].feed_forward, size=48))
+    shared = replace(spec.layers[0], experts=experts)
+    assert shared.row_products(64) == attention + 7 * 64 + 3 * expert + 3 * 64 * 48

@@ -156,7 +156,7 @@ def write_random(config: PretrainedConfig, quant: str, path: Path) -> None:
     writer.add_context_length(spec.max_model_len)
     writer.add_embedding_length(spec.hidden_size)
     num_heads, num_kv_heads, head_dim = spec.heads
-    writer.add_feed_forward_length(spec.layers[0].feed_forward.size)
+    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(num_heads)
     writer.add_head_count_kv(num_kv_heads)
     writer.add_key_length(head_dim)
