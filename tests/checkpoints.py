@@ -15,6 +15,7 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -65,6 +66,9 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "qwen2-window": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "qwen2-moe": Qwen2MoeConfig(
+        **_SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    ),
     "qwen3-moe": Qwen3MoeConfig(
         **_SHAPE,
         head_dim=32,

@@ -104,15 +104,24 @@ def _experts(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     if (activation := _activation(config)) not in ("silu", "swish"):
         raise _wrong(f"hidden_act {activation!r} is not supported by experts; only silu is")
     experts = Experts(count, used, size, is_normalised=bool(config.norm_topk_prob))
-    if (shared := getattr(config, "shared_expert_intermediate_size", None)) is not None:
-        if not isinstance(shared, int) or isinstance(shared, bool) or shared < 1:
-            raise _wrong(f"shared_expert_intermediate_size must be a positive integer, got {shared!r}")
-        experts = replace(experts, shared=Mlp(shared), gates_shared=True)
     layers = (
         layer if index in dense or (index + 1) % step else replace(layer, feed_forward=None, experts=experts)
         for index, layer in enumerate(spec.layers)
     )
     return replace(spec, layers=tuple(layers))
+
+
+def _qwen2_moe(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Put experts in place of MLPs as `_experts` does, each layer with an MLP of all rows beside them, which has a gate."""
+    shared, biases = config.shared_expert_intermediate_size, bool(config.qkv_bias)
+    if not isinstance(shared, int) or isinstance(shared, bool) or shared < 1:
+        raise _wrong(f"shared_expert_intermediate_size must be a positive integer, got {shared!r}")
+
+    def change(layer: LayerSpec) -> LayerSpec:
+        experts = layer.experts and replace(layer.experts, shared=Mlp(shared), gates_shared=True)
+        return replace(layer, mixer=replace(layer.mixer, qkv_bias=biases), experts=experts)
+
+    return _experts(config, spec).map(change)
 
 
 def _smollm3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
@@ -134,6 +143,7 @@ FAMILIES = {
     "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, None, "layer_types"),
     "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, None, "layer_types"),
     "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, "head", "layer_types"),
+    "qwen2_moe": Family("Qwen2 MoE", ("Qwen2Moe",), None, False, False, None, "layer_types", deltas=_qwen2_moe),
     "qwen3_moe": Family("Qwen3 MoE", ("Qwen3Moe",), None, None, False, "head", "all", deltas=_experts),
     "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
     "gemma3_text": Family("Gemma 3", ("Gemma3", "Gemma3Text"), None, None, False, "head", "layer_types", False, deltas=_gemma3),

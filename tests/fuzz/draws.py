@@ -72,7 +72,7 @@ KEYS = {
     "factors of experts as they are": {"norm_topk_prob": False},
     "one expert": {"num_experts_per_tok": 1},
     "more experts than there are": {"num_experts_per_tok": 7},
-    "no experts": {"num_local_experts": 0},
+    "no experts": {"num_experts": 0, "num_local_experts": 0},
     "layers without rotary": {"no_rope_layers": [0, 1]},
     "every second layer without rotary": {"no_rope_layers": None, "no_rope_layer_interval": 2},
     "bidirectional": {"use_bidirectional_attention": True},
@@ -105,7 +105,7 @@ class Draw:
         auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
         labels = {"num_labels": int(rng.integers(1, 4))} if classifies else {}
         self.tensors, self.keys = tensors_of(family, seed=seed % 3, auto=auto, **labels)
-        if family == "qwen3_moe" and self._pick("experts", {"numbered": 1, "stacked": 1}) == "numbered":
+        if family.endswith("_moe") and self._pick("experts", {"numbered": 1, "stacked": 1}) == "numbered":
             self.tensors = numbered(self.tensors)
         self._keys()
         self._head(classifies)

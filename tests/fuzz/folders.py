@@ -14,7 +14,7 @@ from chunkattn.errors import ModelError
 from chunkattn.models.loader import load_tokenizer, open_files
 from tests.tokenizer_texts import TEXTS
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo2", "phi3", "qwen3_moe", "smollm3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo2", "phi3", "qwen2_moe", "qwen3_moe", "smollm3")
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -35,8 +35,9 @@ OWN = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
         "norm_topk_prob": True,
-    }
+    },
 }
+OWN["qwen2_moe"] = OWN["qwen3_moe"] | {"shared_expert_intermediate_size": 40}
 """Settings of families beside `SHAPE`."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"

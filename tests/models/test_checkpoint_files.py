@@ -53,22 +53,23 @@ def model():
 
 # Keys of the configuration
 
+MIXTURES = "qwen2_moe", "qwen3_moe"
 REFUSED = {
     "theta null": "make no rotary embedding",
     "no number of heads": dict.fromkeys(FAMILIES, "has shape")
     | dict.fromkeys(("mistral", "gemma"), "num_key_value_heads")
-    | {"qwen3_moe": "num_key_value_heads"}
+    | dict.fromkeys(MIXTURES, "num_key_value_heads")
     | {"phi3": "tensor 'model.layers.0.self_attn.qkv_proj.weight' has 64 rows, the configuration says 96"},
     "gelu": dict.fromkeys((family for family in FAMILIES if family != "gemma"), "hidden_act 'gelu' is not supported"),
     "parameters and scaling": {"phi3": "must be one of ['longrope'], got linear"},
-    "gelu by tanh": {"qwen3_moe": "not supported by experts"},
+    "gelu by tanh": dict.fromkeys(MIXTURES, "not supported by experts"),
     "bidirectional": {"gemma": "use_bidirectional_attention"},
     "a factor of 0": {"granite": "residual_multiplier must be a positive finite number"},
-    "a layer without experts": {"qwen3_moe": "'model.layers.1.mlp.down_proj.weight' and 2 more"},
-    "experts in every second layer": {"qwen3_moe": "'model.layers.0.mlp.down_proj.weight' and 2 more"},
-    "more experts than there are": {"qwen3_moe": "num_experts_per_tok 7 is more than num_experts 6"},
-    "no experts": {"qwen3_moe": "num_experts must be a positive integer, got 0"},
-    "layer types switched off": {"qwen2": "need a sliding_window", "qwen3": "need a sliding_window"},
+    "a layer without experts": dict.fromkeys(MIXTURES, "'model.layers.1.mlp.down_proj.weight' and 2 more"),
+    "experts in every second layer": dict.fromkeys(MIXTURES, "'model.layers.0.mlp.down_proj.weight' and 2 more"),
+    "more experts than there are": dict.fromkeys(MIXTURES, "num_experts_per_tok 7 is more than num_experts 6"),
+    "no experts": dict.fromkeys(MIXTURES, "num_experts must be a positive integer, got 0"),
+    "layer types switched off": dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), "need a sliding_window"),
 }
 """Errors by the name of the case: for every family, or by family."""
 REFUSED |= {

@@ -130,6 +130,12 @@ def test_both_ways_of_storing_experts(broken, oracle):
     np.testing.assert_allclose(dense_logits(loads(broken), IDS), expected, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["qwen2-moe", "qwen3-moe-raw"])
+def test_other_mixtures(name, checkpoint, oracle):
+    """A shared expert with a gate; factors that do not add up to one, in every second layer."""
+    np.testing.assert_allclose(dense_logits(loads(checkpoint(name)), IDS), oracle(name).logits(IDS), atol=1e-4)
+
+
 def test_an_expert_swapped(broken, oracle):
     """The oracle tells one expert from another."""
 
