@@ -216,14 +216,17 @@ def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decode
         dtype: dtype of the parameters.
         seed: seed of the matrices.
     """
+    spec = spec.stored_for(jax.default_backend())
     key, numbers, weights = jax.random.key(seed), count(), dict[str, Weight]()
     embedding = jax.nn.initializers.normal(spec.hidden_size**-0.5)
     linear = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
     experts = jax.nn.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
+    transposed = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
     for name, shape in spec.parameters().items():
         if len(shape) == 1:
             weights[name] = jnp.full(shape, 0 if name.endswith(".bias") else 1, dtype)
         else:
-            draw = embedding if name == EMBEDDING else experts if len(shape) == 3 else linear
+            draw = embedding if name == EMBEDDING else linear if len(shape) == 2 else experts
+            draw = transposed if name.endswith(".transposed") else draw
             weights[name] = draw(jax.random.fold_in(key, next(numbers)), shape, dtype)
     return Decoder(spec, weights, dtype)

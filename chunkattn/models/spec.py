@@ -16,6 +16,8 @@ EXPERTS = "experts"
 """Part of the names of the experts' parameters, in checkpoints before the number of an expert."""
 ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 """Ends of the names of small matrices that decide about experts, which are never packed."""
+_INPUTS_FIRST = ("tpu",)
+"""Platforms that multiply stacked weights with their inputs first, and would transpose others at each call."""
 EMBEDDING, HEAD, CLASSES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 """Names of the embedding, of a language model's head and of a classifier's, in Hugging Face checkpoints."""
 
@@ -320,6 +322,16 @@ class DecoderSpec:
             change: returns the new layer in place of one.
         """
         return replace(self, layers=tuple(map(change, self.layers)))
+
+    def stored_for(self, platform: str) -> DecoderSpec:
+        """Return the decoder with its experts' weights as a platform multiplies them.
+
+        Args:
+            platform: JAX's name of the platform.
+        """
+        if platform not in _INPUTS_FIRST:
+            return self
+        return self.map(lambda layer: replace(layer, experts=layer.experts and replace(layer.experts, inputs_first=True)))
 
     def parameters(self) -> Shapes:
         """Return the shape of every parameter by its name in checkpoints, `[out, in]` for a matrix."""

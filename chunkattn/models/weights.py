@@ -23,7 +23,7 @@ from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.packing import Packing, load_packed, plan_packing
 from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
-from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec, LayerSpec
+from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
 from chunkattn.models.stacked import StackedExperts
 
 logger = logging.getLogger(__name__)
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 _TRANSPOSED = ".transposed"
 """End of the names of parameters whose inputs come first."""
-_INPUTS_FIRST = ("tpu",)
-"""Platforms whose products of groups take stacked weights with their inputs first; they would transpose others at each call."""
 _ROWS = 4096
 """Rows of the embedding and of the head that are compared at a time."""
 TensorSource = SafetensorsFolder | SplitTensors | StackedExperts | GGUFTensors
@@ -94,8 +92,7 @@ def fill(
         ModelError: a tensor is missing, unreadable, of the wrong shape or not finite.
     """
     spec, embedding = _tied(spec, source, dtype)
-    if shards.devices[0].platform in _INPUTS_FIRST:
-        spec = spec.map(_inputs_first)
+    spec = spec.stored_for(shards.devices[0].platform)
     shapes = spec.parameters()
     names = {name: f"{name.removesuffix(_TRANSPOSED)}.weight" if name.endswith(_TRANSPOSED) else name for name in shapes}
     names[EMBEDDING] = embedding
@@ -119,11 +116,6 @@ def fill(
             weights[parameter] = shards.load(parameter, shapes[parameter], read)
         source.release(name)
     return Decoder(spec, weights, dtype, shards)
-
-
-def _inputs_first(layer: LayerSpec) -> LayerSpec:
-    """Return a layer whose experts, if it has any, have their inputs first."""
-    return layer if layer.experts is None else replace(layer, experts=replace(layer.experts, inputs_first=True))
 
 
 def _read_transposed(source: TensorSource, name: str, dtype: jnp.dtype, index: Index) -> np.ndarray:

@@ -13,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from chunkattn.config import EngineConfig
+from chunkattn.engine.invariance import rows_agree
 from chunkattn.errors import ModelError
+from chunkattn.models import experts
 from chunkattn.models.experts import mix, multiply_groups, route
 from chunkattn.models.linear import multiply
 from chunkattn.models.loader import open_files
@@ -76,6 +78,21 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
             np.testing.assert_array_equal(np.asarray(compute(x[first : first + rows])), whole[first : first + rows])
     crowded = np.concatenate([x[:5], np.repeat(x[5:6], 200, axis=0)])  # some experts get nearly all rows
     np.testing.assert_array_equal(np.asarray(compute(crowded))[:5], whole[:5])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_self_test_of_bits_has_experts(dtype, monkeypatch):
+    assert rows_agree(jnp.dtype(dtype), 64, 100, has_experts=True)
+    original = experts.multiply_groups
+
+    def wrong(x, rows, sizes, *args):
+        follows = 1 + 2.0**-20 * (sizes.max() > 100)  # the last digits follow the size of a group
+        return [product * follows for product in original(x, rows, sizes, *args)]
+
+    monkeypatch.setattr(experts, "multiply_groups", wrong)
+    rows_agree.cache_clear()
+    assert not rows_agree(jnp.dtype(dtype), 64, 100, has_experts=True)
+    rows_agree.cache_clear()
 
 
 @pytest.mark.parametrize("inputs_first", [False, True])
