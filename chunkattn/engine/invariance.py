@@ -128,8 +128,8 @@ def rows_agree(
         shapes = (_EXPERTS.count, depth), inward, inward, outward
         weights = [jnp.asarray(rng.random(shape, np.float32) - 0.5, dtype) for shape in shapes]
 
-        def mixture(x: jax.Array, router: jax.Array, *mlps: jax.Array) -> tuple[jax.Array]:
-            return (mix(x, *route(multiply(x, router), _EXPERTS), *mlps, _EXPERTS, dtype),)
+        def mixture(x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array]:
+            return (mix(x, *route(multiply(x, router), _EXPERTS), gate, up, down, _EXPERTS, dtype),)
 
         probes.append((jax.jit(mixture), (x, *weights), _MIXED_ROWS))
     if label_readout.serves(weight):
