@@ -19,6 +19,7 @@ from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_seve
 from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import CLASSES, EMBEDDING, EXPERTS, HEAD, Attention, DecoderSpec, Experts, LayerSpec, Mlp
+from chunkattn.rope.positions import PADDING
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -64,7 +65,7 @@ class Decoder:
 
         Args:
             token_ids: int32 `[T]` token ids.
-            positions: int32 `[T]` position ids.
+            positions: int32 `[T]` position ids; `PADDING` for a row without a token, whose result has no meaning.
             attend: attention callback, called once per layer, in order.
             attend_inputs: callback to call instead, or None.
         """
@@ -87,7 +88,7 @@ class Decoder:
             added = self._after(layer, out, name, norms.after_mixer)
             readers = [reader for part in layer.feed_forwards for reader in part.readers]
             x, normed = self._add_norm(x, added, name, norms.before_feed_forward, readers)
-            out = self._feed_forward(layer, normed, f"{name}mlp.")
+            out = self._feed_forward(layer, normed, f"{name}mlp.", positions != PADDING)
             added = self._after(layer, out, name, norms.after_feed_forward)
         return self._add_norm(x, added, "model.", "norm", [])[1]
 
@@ -137,17 +138,25 @@ class Decoder:
             q, k = (apply_rotary(x, *rotary) for x in (q, k))
         return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
 
-    def _feed_forward(self, layer: LayerSpec, x: jax.Array, name: str) -> jax.Array:
-        """Return the output of a layer's feed-forward, float32 `[T, hidden]`, from an input `[T, hidden]`."""
+    def _feed_forward(self, layer: LayerSpec, x: jax.Array, name: str, is_used: jax.Array) -> jax.Array:
+        """Return the output of a layer's feed-forward, float32 `[T, hidden]`, from an input `[T, hidden]`.
+
+        Args:
+            layer: shape of the layer.
+            x: normalised rows.
+            name: beginning of the names of the feed-forward's parameters.
+            is_used: bool `[T]`, whether a row has a token. Other rows have no experts.
+        """
         parts = [] if layer.feed_forward is None else [self._mlp(layer.feed_forward, x, name, self.shards.total)]
         if layer.experts is not None:
-            parts.append(self._experts(layer.experts, x, name))
+            parts.append(self._experts(layer.experts, x, name, is_used))
         return sum(parts[1:], parts[0])
 
-    def _experts(self, spec: Experts, x: jax.Array, name: str) -> jax.Array:
+    def _experts(self, spec: Experts, x: jax.Array, name: str, is_used: jax.Array) -> jax.Array:
         """Return the output of a layer's experts; see `_feed_forward`."""
         chosen, factors = route(multiply(x, self.weights[f"{name}gate.weight"]), spec)
         gate, up, down = (self.weights[f"{name}{EXPERTS}.{part}_proj.{spec.leaf}"] for part in ("gate", "up", "down"))
+        chosen = jnp.where(is_used[:, None], chosen, spec.count)
         out = mix(x, chosen, factors, gate, up, down, spec, self.dtype)
         if spec.shared is not None:
             shared = self._mlp(spec.shared, x, f"{name}shared_expert.", lambda y: y)

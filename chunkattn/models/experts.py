@@ -57,7 +57,7 @@ def mix(
 
     Args:
         x: rows.
-        chosen: experts of every row.
+        chosen: experts of every row; `spec.count` for none, which adds nothing.
         factors: factors of their outputs.
         gate: weights of the experts' gates, `[E, inner, hidden]`, or `[E, hidden, inner]` if inputs come first.
         up: weights of the experts' inner layers, as `gate`.
@@ -75,6 +75,7 @@ def mix(
     (outputs,) = multiply_groups(inner, jnp.arange(len(rows), dtype=jnp.int32), sizes, [down], spec.inputs_first)
     places = jnp.argsort(order)
     by_row = outputs[places].reshape(count, used, -1) * factors[..., None]
+    by_row = jnp.where((chosen < spec.count)[..., None], by_row, 0)  # products of no group may be anything
     return sum((by_row[:, k] for k in range(1, used)), by_row[:, 0])  # in one order for any number of rows
 
 
@@ -90,7 +91,7 @@ def multiply_groups(
     Args:
         x: rows.
         rows: row of each pair; the pairs of a group are neighbours.
-        sizes: pairs of each group; they add up to all pairs.
+        sizes: pairs of each group. The products of the pairs behind those of the last group have no meaning.
         weights: weights of each group, `[E, out, in]`, of one dtype or all packed.
         inputs_first: whether the weights are `[E, in, out]`.
     """

@@ -97,10 +97,16 @@ def test_a_row_that_is_not_finite_changes_no_other():
     assert np.isnan(products[1][rows == 4]).all()
 
 
+def test_pairs_of_no_group_are_zero():
+    x, weight, rows = jnp.ones((3, 32), jnp.bfloat16), jnp.ones((2, 8, 32), jnp.bfloat16), jnp.asarray([1, 0, 2, 2])
+    (product,) = groups.multiply(x, rows.astype(jnp.int32), jnp.asarray([0, 1], jnp.int32), weight)
+    np.testing.assert_array_equal(product, [[32] * 8, *[[0] * 8] * 3])
+
+
 @pytest.mark.parametrize(
     ("rows", "sizes", "message"),
     [
-        ([0, 1], [1, 0], "do not add up to the pairs"),
+        ([0, 1], [1, 2], "add up to more than the pairs"),
         ([0, 1], [3, -1], "a negative size"),
         ([0, 9], [1, 1], "a pair has no row"),
     ],

@@ -80,6 +80,18 @@ def test_a_row_has_the_same_bits_in_any_company(dtype):
     np.testing.assert_array_equal(np.asarray(compute(crowded))[:5], whole[:5])
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_rows_without_experts(dtype):
+    """They add nothing, and change no bit of the others."""
+    rng, spec = np.random.default_rng(0), Experts(6, 2, INNER)
+    weights, x = layer(rng, 6, dtype), jnp.asarray(rng.standard_normal((20, HIDDEN)), dtype)
+    chosen, factors = route(multiply(x, weights[0]), spec)
+    compute = jax.jit(lambda chosen: mix(x, chosen, factors, *weights[1:], spec, weights[0].dtype))
+    whole, some = compute(chosen), compute(chosen.at[3:11].set(6))
+    np.testing.assert_array_equal(some[3:11], 0)
+    np.testing.assert_array_equal(np.delete(some, np.s_[3:11], axis=0), np.delete(whole, np.s_[3:11], axis=0))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_self_test_of_bits_has_experts(dtype, monkeypatch):
     assert rows_agree(jnp.dtype(dtype), 64, 100, has_experts=True)

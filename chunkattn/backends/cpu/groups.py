@@ -32,7 +32,7 @@ def multiply(
     Args:
         x: bfloat16 rows.
         rows: row of each pair.
-        sizes: pairs of each group; they add up to all pairs.
+        sizes: pairs of each group. Products of the pairs behind the last group are zero.
         *weights: bfloat16 weights of each group.
     """
     out = [jax.ShapeDtypeStruct((len(rows), weight.shape[1]), jnp.float32) for weight in weights]  # type: ignore[no-untyped-call]
@@ -53,7 +53,7 @@ def multiply_packed(
     Args:
         x: float32 rows.
         rows: row of each pair.
-        sizes: pairs of each group; they add up to all pairs.
+        sizes: pairs of each group. Products of the pairs behind the last group are zero.
         *data: packed weights, each of all groups one after the other.
         formats: name of the GGUF type of each weight.
         outputs: outputs of each weight.

@@ -233,7 +233,7 @@ ffi::Error gather_packed(ffi::ThreadPool pool, Codes data, Numbers ids, ffi::Res
   return ffi::Error::Success();
 }
 
-// Sets the pairs of an operator on groups; returns why they are wrong, or null.
+// Sets the pairs of groups; returns why they are wrong, or null.
 template <class T> const char *group(GroupedRows<T> &given, const Numbers &rows, const Numbers &sizes) {
   given.rows = rows.typed_data(), given.sizes = sizes.typed_data();
   given.pairs = int(rows.element_count()), given.groups = int(sizes.element_count());
@@ -242,10 +242,17 @@ template <class T> const char *group(GroupedRows<T> &given, const Numbers &rows,
     if (given.sizes[i] < 0) return "a group has a negative size";
     all += given.sizes[i];
   }
-  if (all != given.pairs) return "the sizes of the groups do not add up to the pairs";
+  if (all > given.pairs) return "the sizes of the groups add up to more than the pairs";
+  given.pairs = int(all);
   for (int i = 0; i < given.pairs; i++)
     if (given.rows[i] < 0 || given.rows[i] >= given.count) return "a pair has no row";
   return nullptr;
+}
+
+// Writes zeros to the products of pairs that have no group.
+void clear(ffi::Result<Factors> out, int pairs) {
+  const int64_t written = int64_t(pairs) * out->dimensions()[1];
+  std::fill_n(out->typed_data() + written, int64_t(out->element_count()) - written, 0.f);
 }
 
 ffi::Error multiply_group_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, Numbers rows, Numbers sizes,
@@ -258,6 +265,7 @@ ffi::Error multiply_group_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, N
     const auto weight = weights.get<ffi::Buffer<ffi::BF16>>(i);
     if (!weight) return ffi::Error::InvalidArgument("weights must be bfloat16");
     of.push_back({static_cast<const uint16_t *>(weight->untyped_data()), int(weight->dimensions()[1]), (*out.get<Factors>(i))->typed_data()});
+    clear(*out.get<Factors>(i), given.pairs);
   }
   XlaThreads threads(pool);
   multiply_groups(given, of.data(), int(of.size()), current(), threads);
@@ -271,6 +279,7 @@ ffi::Error multiply_packed_groups(ffi::ThreadPool pool, Factors x, Numbers rows,
   if (const char *why = group(given, rows, sizes)) return ffi::Error::InvalidArgument(why);
   std::vector<PackedWeight> weights;
   if (const char *why = packed_weights(data, out, packings, given.in, given.groups, weights)) return ffi::Error::InvalidArgument(why);
+  for (size_t i = 0; i < out.size(); i++) clear(*out.get<Factors>(i), given.pairs);
   XlaThreads threads(pool);
   multiply_groups(given, digits, weights.data(), int(weights.size()), current_packed(), threads);
   return ffi::Error::Success();
