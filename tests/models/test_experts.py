@@ -1,6 +1,7 @@
 """Mixtures of experts: against a definition, the bits of a row in any company, and loading."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.invariance import rows_agree
+from chunkattn.engine.plan import CHIPS, plan
 from chunkattn.errors import ModelError
 from chunkattn.models import experts
 from chunkattn.models.experts import mix, multiply_groups, route
@@ -229,6 +231,14 @@ def test_wrong_configurations(broken, changes, message):
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(ModelError, match=message):
         loads(broken)
+
+
+def test_a_plan_divides_experts(checkpoint):
+    spec = open_files(EngineConfig(model=str(checkpoint("qwen3-moe")), skip_tokenizer_init=True)).spec
+    total = sum(math.prod(shape) for shape in spec.parameters().values())
+    one, two = (plan(EngineConfig(), spec, jnp.dtype("bfloat16"), CHIPS["v6e"], size) for size in (1, 2))
+    assert one.weight_bytes == 2 * total
+    assert 0.5 * one.weight_bytes < two.weight_bytes < 0.51 * one.weight_bytes
 
 
 def test_the_operations_of_a_row_are_those_of_its_experts(checkpoint):
