@@ -20,8 +20,8 @@ from chunkattn.models.linear import dot, gated, rows_dtype, sums
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.spec import Experts
 
-_TILE = 16
-"""Rows of a product of the portable form."""
+_TILE, _LARGEST_TILE = 16, 128
+"""Rows of a product on CPUs, and the least and most on GPUs."""
 
 
 def route(logits: Float32[Array, "T E"], spec: Experts) -> tuple[Int32[Array, "T K"], Float32[Array, "T K"]]:
@@ -105,14 +105,14 @@ def multiply_groups(
         x, digits = x.astype(jnp.float32), packed[0].digits
         return native.multiply_packed(x, rows, sizes, *data, formats=formats, outputs=outputs, digits=digits)
     x = x.astype(plain[0].dtype)
-    ragged = partial(_ragged, inputs_first=inputs_first)
-    on_cpu = native.multiply if not inputs_first and native.serves(x, plain) else partial(_tiled, inputs_first=inputs_first)
-    found: list[jax.Array] = jax.lax.platform_dependent(x, rows, sizes, *plain, cpu=on_cpu, default=ragged)
+    ragged, tiled, batched = (partial(form, inputs_first=inputs_first) for form in (_ragged, _tiled, _batched))
+    on_cpu = native.multiply if not inputs_first and native.serves(x, plain) else tiled
+    found: list[jax.Array] = jax.lax.platform_dependent(x, rows, sizes, *plain, cpu=on_cpu, tpu=ragged, default=batched)
     return found
 
 
 def _ragged(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Array, inputs_first: bool) -> list[jax.Array]:
-    """Return XLA's own products, which have kernels on accelerators."""
+    """Return XLA's own products, which have a kernel on TPUs alone: elsewhere they multiply every row with every weight."""
     numbers = jax.lax.RaggedDotDimensionNumbers(  # type: ignore[no-untyped-call]
         dot_dimension_numbers=(((1,), (1 if inputs_first else 2,)), ((), ())),
         lhs_ragged_dimensions=[0],
@@ -124,6 +124,25 @@ def _ragged(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Array
         jax.lax.ragged_dot_general(x, weight, sizes, numbers, precision=precision, preferred_element_type=jnp.float32)
         for weight in weights
     ]
+
+
+def _batched(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Array, inputs_first: bool) -> list[jax.Array]:
+    """Return the products of tiles of rows with copies of their weights, in one batched product each, for GPUs."""
+    groups, pairs = len(sizes), len(rows)
+    tile = min(max(_TILE, 1 << (pairs // groups).bit_length()), _LARGEST_TILE)
+    ends, tiles = jnp.cumsum(sizes), -(-sizes // tile)
+    last_tile = jnp.cumsum(tiles)
+    number, pair = jnp.arange(min(groups, pairs) + pairs // tile), jnp.arange(pairs)
+    group = jnp.minimum(jnp.searchsorted(last_tile, number, side="right"), groups - 1)
+    begin = ends[group] - sizes[group] + (number - last_tile[group] + tiles[group]) * tile
+    given = x[rows[jnp.clip(begin[:, None] + jnp.arange(tile), 0, pairs - 1)]]
+    own = jnp.minimum(jnp.searchsorted(ends, pair, side="right"), groups - 1)
+    offset = pair - ends[own] + sizes[own]
+    places = (last_tile - tiles)[own] + offset // tile, offset % tile
+    numbers = (((2,), (1 if inputs_first else 2,)), ((0,), (0,)))
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    options = {"precision": precision, "preferred_element_type": jnp.float32}
+    return [jax.lax.dot_general(given, weight[group], numbers, **options)[places] for weight in weights]
 
 
 def _tiled(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Array, inputs_first: bool) -> list[jax.Array]:

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from chunkattn.engine.invariance import rows_agree
 from chunkattn.engine.plan import CHIPS, plan
 from chunkattn.errors import ModelError
 from chunkattn.models import experts
-from chunkattn.models.experts import mix, multiply_groups, route
+from chunkattn.models.experts import mix, route
 from chunkattn.models.linear import multiply
 from chunkattn.models.loader import open_files
 from chunkattn.models.spec import Experts
@@ -110,15 +111,18 @@ def test_the_self_test_of_bits_has_experts(dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("inputs_first", [False, True])
-def test_layouts_of_weights(inputs_first):
-    """The portable form; devices with their own run XLA's product (`tests/backends/test_tpu_compile.py`)."""
-    rng = np.random.default_rng(2)
-    x, weight = rng.standard_normal((9, 24), np.float32), rng.standard_normal((3, 20, 24), np.float32)
-    rows, sizes = np.asarray([8, 0, 1, 1, 3], np.int32), np.asarray([2, 0, 3], np.int32)
-    stored = weight.swapaxes(1, 2) if inputs_first else weight
-    (found,) = multiply_groups(jnp.asarray(x), jnp.asarray(rows), jnp.asarray(sizes), [jnp.asarray(stored)], inputs_first)
-    expected = np.concatenate([x[rows[:2]] @ weight[0].T, x[rows[2:]] @ weight[2].T])
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("form", [experts._tiled, experts._batched, experts._ragged])
+@pytest.mark.parametrize("sizes", [[2, 0, 3], [0, 1, 0], [40, 0, 17, 130, 1, 0, 16]], ids=str)
+def test_forms_of_each_platform(form, sizes, inputs_first):
+    """CPUs, GPUs and TPUs; some pairs have no group."""
+    rng, groups = np.random.default_rng(2), len(sizes)
+    x, weight = rng.standard_normal((9, 24), np.float32), rng.standard_normal((groups, 20, 24), np.float32)
+    rows, group = rng.integers(0, 9, sum(sizes) + 4).astype(np.int32), np.repeat(np.arange(groups), sizes)
+    stored = jnp.asarray(weight.swapaxes(1, 2) if inputs_first else weight)
+    compute = jax.jit(partial(form, inputs_first=inputs_first))
+    (found,) = compute(jnp.asarray(x), jnp.asarray(rows), jnp.asarray(sizes, jnp.int32), stored)
+    expected = np.einsum("pd,pod->po", x[rows[: len(group)]], weight[group])
+    np.testing.assert_allclose(found[: len(group)], expected, rtol=1e-5, atol=1e-5)
 
 
 # Loading
