@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.tpu  # noqa: F401  sets libtpu's environment
-from benchmarks.tpu import attention, experts, peers, step
+from benchmarks import experts_aot
+from benchmarks.tpu import attention, peers, step
 from benchmarks.tpu.chips import CHIPS
 from benchmarks.tpu.schedule import dump_schedules
 
@@ -40,8 +41,8 @@ def _want_schedules() -> None:
 def _compile(case: Any) -> dict[str, Any]:
     if isinstance(case, step.Step):
         return step.compile_step(case)
-    if isinstance(case, experts.ExpertsCase):
-        return experts.compile_experts(case)
+    if isinstance(case, experts_aot.ExpertsCase):
+        return experts_aot.compile_experts(case, CHIPS[case.chip].sharding(), inputs_first=True)
     if isinstance(case, attention.Case):
         return attention.compile_case(case, _SCHEDULES)
     assert _SCHEDULES is not None
@@ -142,7 +143,7 @@ def main() -> None:
                 "kernels": attention.cases(chip),
                 "peers": (peer for head_dim in (64, 128, 256) for peer in peers.peers(chip, head_dim)),
                 "steps": step.steps(chip, args.layers),
-                "experts": experts.cases(chip),
+                "experts": experts_aot.cases(chip),
             }
             for part in args.only or PARTS:
                 (plain if part in ("steps", "experts") else calls).extend(parts[part])
