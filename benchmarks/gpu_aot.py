@@ -3,12 +3,12 @@
     make test-gpu    # installs JAX and the CUDA compilers into .cache/gpu-env
     .cache/gpu-env/bin/python -m benchmarks.gpu_aot [--quick] [--only kernels] [--layers N] [--grid] [--json FILE|-]
 
-The command compiles one layer's call of the kernels in the main settings, JAX's own `attention_mgpu` for comparison, and
-whole steps of Qwen3-0.6B and Llama-3-8B, and of Llama-3-8B and 70B shared by GPUs, and a layer of experts. It prints registers, spilled bytes and
-shared memory of every kernel, and the instructions that a warp issues per tile of 64 rows and 128 slots: without a mask, with
-one, and in the producer. Steps are compared with the memory that JAX takes of the card's 80 GB. `--quick` compiles the common
-settings and steps of two layers; `--grid` compiles every supported head_dim, page size and dtype instead. Counts are the
-compiler's; nothing is timed.
+The command compiles one layer's call of the kernels in the main settings, JAX's own `attention_mgpu` for comparison, a layer of
+experts, and whole steps of Qwen3-0.6B and Llama-3-8B, and of Llama-3-8B and 70B shared by GPUs. It prints registers, spilled
+bytes and shared memory of every kernel, and the instructions that a warp issues per tile of 64 rows and 128 slots: without a
+mask, with one, and in the producer. Steps are compared with the memory that JAX takes of the card's 80 GB. `--quick` compiles
+the common settings and steps of two layers; `--grid` compiles every supported head_dim, page size and dtype instead. Counts
+are the compiler's; nothing is timed.
 """
 
 from __future__ import annotations
