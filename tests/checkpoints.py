@@ -1,15 +1,22 @@
 """Tiny random checkpoints of every family, and transformers as the witness over them."""
 
+import copy
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Gemma3Config,
     Gemma3TextConfig,
     GemmaConfig,
     GraniteConfig,
+    GraniteMoeHybridConfig,
     LlamaConfig,
+    Ministral3Config,
+    Mistral3Config,
     MistralConfig,
     Olmo2Config,
     Phi3Config,
@@ -45,6 +52,27 @@ def _llama(rope: dict | None = None, **changes) -> LlamaConfig:
         **{**_SHAPE, "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", **(rope or {})}, **changes}
     )
 
+
+_GEMMA3 = Gemma3TextConfig(
+    **_SHAPE,
+    head_dim=32,
+    sliding_window=9,
+    layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    query_pre_attn_scalar=20,
+    final_logit_softcapping=3.0,
+    tie_word_embeddings=True,
+)
+_FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 1.7}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 8,
+    "patch_size": 2,
+}
+"""Vision part of multimodal checkpoints, which is not read."""
 
 CHECKPOINTS: dict[str, PretrainedConfig] = {
     "llama": _llama(tie_word_embeddings=False),
@@ -82,17 +110,36 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
         **_SHAPE, head_dim=32, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40, decoder_sparse_step=2
     ),
     "gemma": GemmaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=True),
-    "gemma3-window": Gemma3TextConfig(
+    "gemma3-window": _GEMMA3,
+    "gemma3-nested-window": Gemma3Config(
+        text_config={**_GEMMA3.to_dict(), "final_logit_softcapping": None}, vision_config=_VISION, mm_tokens_per_image=4
+    ),
+    "mistral3-nested": Mistral3Config(
+        text_config=MistralConfig(**_SHAPE, head_dim=32, sliding_window=None).to_dict(),
+        vision_config={"model_type": "pixtral", **_VISION},
+        tie_word_embeddings=False,
+    ),
+    "ministral3": Ministral3Config(
         **_SHAPE,
         head_dim=32,
-        sliding_window=9,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        query_pre_attn_scalar=20,
-        final_logit_softcapping=3.0,
-        tie_word_embeddings=True,
+        rope_parameters={
+            "rope_theta": 10000.0,
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
     ),
-    "granite": GraniteConfig(
-        **_SHAPE, embedding_multiplier=3.0, attention_multiplier=0.4, residual_multiplier=0.6, logits_scaling=1.7
+    "granite": GraniteConfig(**_SHAPE, **_FACTORS),
+    "granite4": GraniteMoeHybridConfig(
+        **_SHAPE,
+        **_FACTORS,
+        num_local_experts=0,
+        shared_intermediate_size=80,
+        layer_types=["full_attention"] * 3,
+        position_embedding_type="rope",
     ),
     "olmo2": Olmo2Config(**_SHAPE),
     "phi3": Phi3Config(**_SHAPE, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}),
@@ -100,15 +147,21 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "qwen3-64": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 2}, head_dim=64, tie_word_embeddings=True),
 }
 WINDOWED = [name for name in CHECKPOINTS if "window" in name]
-CHUNKABLE = [name for name in CHECKPOINTS if "window" not in name and name != "qwen3-64"]
+NESTED = [name for name in CHECKPOINTS if "nested" in name and "window" not in name]
+CHUNKABLE = [name for name in CHECKPOINTS if name not in (*WINDOWED, *NESTED, "qwen3-64")]
+DIVISIBLE = [name for name in CHECKPOINTS if name != "olmo2" and "nested" not in name]
+"""Checkpoints whose text configuration is at the top and whose heads several devices can share."""
 
 
-def make_checkpoint(
-    config: PretrainedConfig, folder: Path, max_shard_size: str = "100KB", auto: type = AutoModelForCausalLM
-) -> Path:
+def auto_class(config: PretrainedConfig) -> type:
+    """The class of transformers that makes a configuration's language model or multimodal model."""
+    return AutoModelForImageTextToText if "text_config" in config.sub_configs else AutoModelForCausalLM
+
+
+def make_checkpoint(config: PretrainedConfig, folder: Path, max_shard_size: str = "100KB", auto: type | None = None) -> Path:
     """Save a random model, sharded, with no parameter at a trivial value."""
     torch.manual_seed(0)
-    model = auto.from_config(config, dtype=torch.float32)
+    model = (auto or auto_class(config)).from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -117,11 +170,21 @@ def make_checkpoint(
     return folder
 
 
+def force_factors(model, used: str):
+    """Return a copy of a model with longrope that has its `long` or its `short` factors for every length."""
+    made = copy.deepcopy(model)
+    rope = made.config.rope_parameters
+    made.config.rope_parameters = rope | dict.fromkeys(("long_factor", "short_factor"), rope[f"{used}_factor"])
+    made.model.rotary_emb = type(made.model.rotary_emb)(made.config)
+    return made
+
+
 class Oracle:
     """transformers in float32 with eager attention."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        auto = auto_class(AutoConfig.from_pretrained(folder))
+        self.model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
     @torch.no_grad()
     def logits(self, ids, positions=None, visible=None) -> np.ndarray:
@@ -134,13 +197,14 @@ class Oracle:
 
     def masks(self, visible, positions):
         """The mask of every type of layers. Under a window a token sees those that lie less than `window` positions before."""
-        window = getattr(self.model.config, "sliding_window", None)
+        config = self.model.config.get_text_config()
+        window = getattr(config, "sliding_window", None)
         near = np.subtract.outer(positions, positions) < (window or np.inf)
         full, windowed = (
             torch.where(torch.as_tensor(seen), 0.0, torch.finfo(torch.float32).min)[None, None]
             for seen in (visible, visible & near)
         )
-        if getattr(self.model.config, "layer_types", None) is None:  # such a model takes one mask for all its layers
+        if getattr(config, "layer_types", None) is None:  # such a model takes one mask for all its layers
             return windowed
         return {"full_attention": full, "sliding_attention": windowed}
 

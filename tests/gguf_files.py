@@ -6,10 +6,27 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig, modeling_utils
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
+    GraniteMoeHybridConfig,
+    LlamaConfig,
+    Ministral3Config,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    SmolLM3Config,
+    modeling_utils,
+)
 from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
 
+from tests import gguf_converter as converter
 from tests.checkpoints import Oracle
 
 SMOLLM2 = Path(__file__).parent.parent / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -59,6 +76,66 @@ CONFIGS = {
         **_SHAPE, head_dim=64, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
     ),
 }
+_FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
+_LONGROPE = {
+    "rope_theta": 10000.0,
+    "rope_type": "longrope",
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 64,
+    "long_factor": np.linspace(1, 4, 24).tolist(),
+    "short_factor": np.linspace(1, 1.5, 24).tolist(),
+}
+FAMILIES = {
+    "mistral-window": MistralConfig(**_SHAPE, head_dim=64, sliding_window=21),
+    "mistral3": MistralConfig(**_SHAPE, head_dim=32, sliding_window=None),
+    "ministral3": Ministral3Config(
+        **_SHAPE,
+        head_dim=32,
+        rope_parameters={
+            "rope_theta": 10000.0,
+            "rope_type": "yarn",
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.5,
+        },
+    ),
+    "gemma": GemmaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(
+        **{**_SHAPE, "num_hidden_layers": 7}, head_dim=32, sliding_window=21, query_pre_attn_scalar=32, tie_word_embeddings=True
+    ),
+    "gemma3-linear": Gemma3TextConfig(
+        **{**_SHAPE, "num_hidden_layers": 7},
+        head_dim=32,
+        sliding_window=21,
+        query_pre_attn_scalar=32,
+        final_logit_softcapping=0.5,
+        tie_word_embeddings=True,
+        rope_parameters={
+            "full_attention": {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+    ),
+    "granite": GraniteConfig(**_SHAPE, **_FACTORS, tie_word_embeddings=True),
+    "granite4": GraniteMoeHybridConfig(
+        **_SHAPE,
+        **_FACTORS,
+        num_local_experts=0,
+        shared_intermediate_size=288,
+        layer_types=["full_attention"] * 2,
+        position_embedding_type="rope",
+    ),
+    "olmo2": Olmo2Config(**_SHAPE),
+    "phi3": Phi3Config(**_SHAPE, pad_token_id=None, sliding_window=None),
+    "phi3-window": Phi3Config(**_SHAPE, pad_token_id=None, sliding_window=21),
+    "phi3-longrope": Phi3Config(**_SHAPE, pad_token_id=None, rope_parameters=_LONGROPE, original_max_position_embeddings=64),
+    "smollm3": SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 5}, tie_word_embeddings=True, pad_token_id=None),
+}
+"""Families beside those of `CONFIGS`, whose files transformers does not read."""
+ALL = CONFIGS | FAMILIES
+ARCHITECTURES = {"mistral-window": "llama", "mistral3": "mistral3"}
+"""`general.architecture` of files that could have several."""
 HALVES = {
     Kind.Q2_K: (80, 82),
     Kind.Q3_K: (108,),
@@ -72,6 +149,11 @@ HALVES = {
 """Types that the gguf package only reads: bytes of a block that hold float16 scales. All other bytes may be anything."""
 _MINIMA = {Kind.Q2_K: 1.5, Kind.Q4_K: 7.5, Kind.Q5_K: 15.5}
 """Ratio of the second scale to the first that centres random values on zero."""
+
+
+def write(path, name, kind=Kind.F16, **options):
+    """A random model of a family or variant, by its name."""
+    return Written(path, ALL[name], kind, architecture=ARCHITECTURES.get(name), **options)
 
 
 def random_blocks(rng, shape, kind):
@@ -88,101 +170,81 @@ def random_blocks(rng, shape, kind):
     return blocks.reshape(shape[0], -1)
 
 
-def interleave(weight, heads):
-    """The rows of a query or key projection as llama.cpp's converter writes them for `llama`."""
-    return weight.reshape(heads, 2, len(weight) // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def _projections(model):
-    """Names and values of a model's parameters, those of stacked experts as the converter names them."""
-    for name, parameter in model.named_parameters():
-        value = parameter.detach().numpy()
-        if value.ndim < 3:
-            yield name, value
-            continue
-        before, _, module = name.rpartition(".")
-        parts = ("gate_proj", "up_proj") if module == "gate_up_proj" else (module,)
-        for part, rows in zip(parts, np.split(value, len(parts), axis=1), strict=True):
-            yield f"{before}.{part}.weight", np.ascontiguousarray(rows)
-
-
 class Written:
     """A random model in a GGUF file.
 
     Attributes:
         path: the file.
         config: its Hugging Face configuration.
+        model: the model with the values of the file, which no code of ours has read.
     """
 
-    def __init__(self, path, config, kind=Kind.F16, change=lambda writer: None, tensors=None, kinds=None, **options):
+    def __init__(
+        self, path, config, kind=Kind.F16, change=lambda writer: None, tensors=None, kinds=None, architecture=None, **options
+    ):
         """`change` gets the writer before the file is written; `tensors` are written beside the model's or instead.
 
         `kinds` are types of tensors other than `kind`, by the part of the name before `.weight` and behind the layer.
         """
         torch.manual_seed(0)
-        rng = np.random.default_rng(0)
-        self.path, self.config, self.kind = path, config, kind
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        architecture = config.model_type.replace("_moe", "moe")
-        names = gguf.get_tensor_name_map(next(k for k, n in gguf.MODEL_ARCH_NAMES.items() if n == architecture), 2)
+        self._rng = np.random.default_rng(0)
+        self.path, self.config, self.kind, self._kinds = path, config, kind, kinds or {}
+        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        self.architecture = architecture = architecture or converter.architecture_of(config)
+        key = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+        names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
         writer = gguf.GGUFWriter(path, architecture, **options)
-        writer.add_context_length(config.max_position_embeddings)
-        writer.add_embedding_length(config.hidden_size)
-        writer.add_block_count(config.num_hidden_layers)
-        writer.add_feed_forward_length(config.intermediate_size)
-        writer.add_head_count(config.num_attention_heads)
-        writer.add_head_count_kv(config.num_key_value_heads)
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-        writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        writer.add_rope_dimension_count(head_dim)
-        if architecture == "qwen3moe":
-            writer.add_expert_count(config.num_experts)
-            writer.add_expert_used_count(config.num_experts_per_tok)
-            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-        if architecture in ("qwen3", "qwen3moe"):
-            writer.add_key_length(head_dim)
-            writer.add_value_length(head_dim)
-        self._add_scaling(writer, head_dim)
+        converter.write_metadata(writer, config, architecture)
         change(writer)
         written = {}
-        for name, value in _projections(model):
-            if value.ndim == 1:
-                value = value + rng.normal(0, 0.1, value.shape).astype(np.float32)
-            heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-            if architecture == "llama" and heads:
-                value = interleave(value, heads)
+        for name, parameter in self.model.named_parameters():
             module, _, leaf = name.rpartition(".")
-            written[f"{names.get_name(module)}.{leaf}"] = value
-        if config.rope_parameters["rope_type"] == "llama3":
-            written["rope_freqs.weight"] = llama3_factors(config, head_dim)
-        for name, value in {**written, **(tensors or {})}.items():
-            if value is None:
-                continue
-            of = (kinds or {}).get(name.removesuffix(".weight").split(".")[-1], kind)
-            if value.ndim == 1 or name.endswith("ffn_gate_inp.weight"):  # llama.cpp quantises no router
-                writer.add_tensor(name, value)
-            elif of in HALVES:
-                blocks = random_blocks(rng, (value.size // value.shape[-1], value.shape[-1]), of)
-                writer.add_tensor(name, blocks.reshape(*value.shape[:-1], -1), raw_dtype=of)
-            else:
-                writer.add_tensor(name, gguf.quants.quantize(value, of), raw_dtype=of)
+            stored = converter.stored_modules(names, name if parameter.ndim > 2 else module, config)
+            rows, of = self._stored(f"{stored[0]}.{leaf}", parameter)
+            rows = converter.stored_rows(module, rows, config, architecture)
+            if name.endswith("norm.weight"):
+                rows = rows + np.float32(converter.norm_shift(architecture))
+            leaf = leaf if rows.ndim < 3 else "weight"
+            for place, part in zip(stored, np.split(rows, len(stored), axis=max(0, rows.ndim - 2)), strict=True):
+                written[f"{place}.{leaf}"] = np.ascontiguousarray(part), of
+        written |= {name: (value, None) for name, value in converter.rope_tensors(config).items()}
+        for name, value in (tensors or {}).items():
+            written[name] = (value, None) if value is None or value.ndim == 1 else self._encoded(name, value)
+        for name, (rows, of) in written.items():
+            if rows is not None:
+                writer.add_tensor(name, rows, raw_dtype=of)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
 
-    def _add_scaling(self, writer, head_dim):
-        rope = self.config.rope_parameters
-        if rope["rope_type"] in ("linear", "yarn"):
-            writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
-            writer.add_rope_scaling_factor(rope["factor"])
-        if rope["rope_type"] == "yarn":
-            writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    @torch.no_grad()
+    def _stored(self, name, parameter):
+        """Numbers or blocks of a parameter and their type; the parameter becomes what they hold."""
+        value = parameter.numpy()
+        if value.ndim == 1:
+            value += self._rng.normal(0, 0.1, value.shape).astype(np.float32)
+            return value.copy(), None
+        rows, of = self._encoded(name, value)
+        value[:] = gguf.quants.dequantize(rows, of).reshape(value.shape)
+        return rows, of
+
+    def _encoded(self, name, value):
+        of = self._kinds.get(name.removesuffix(".weight").split(".")[-1], self.kind)
+        if "ffn_gate_inp" in name:  # llama.cpp quantises no router
+            of = Kind.F32
+        if of not in HALVES:
+            return gguf.quants.quantize(value, of), of
+        blocks = random_blocks(self._rng, (value.size // value.shape[-1], value.shape[-1]), of)
+        return blocks.reshape(*value.shape[:-1], -1), of
 
     def oracle(self):
-        """transformers' own loading of the file, under our configuration where transformers reads none from the file."""
-        return gguf_oracle(self.path, self.config)
+        """transformers: its own loading of the file where it reads the architecture, else the model that was written."""
+        if self.architecture in ("llama", "qwen2", "qwen3") and self.config.model_type == self.architecture:
+            return gguf_oracle(self.path, self.config)
+        oracle = object.__new__(Oracle)
+        oracle.model = self.model
+        return oracle
 
 
 def gguf_oracle(path, config=None, patch=None):
@@ -199,21 +261,3 @@ def gguf_oracle(path, config=None, patch=None):
         return oracle
     finally:
         modeling_utils.is_accelerate_available = found
-
-
-def llama3_factors(config, head_dim):
-    """Divisor of each frequency, float32 `[head_dim / 2]`, as llama.cpp's converter computes it from Llama 3's parameters."""
-    rope, factors = config.rope_parameters, []
-    low = rope["original_max_position_embeddings"] / rope["low_freq_factor"]
-    high = rope["original_max_position_embeddings"] / rope["high_freq_factor"]
-    for place in range(0, head_dim, 2):
-        wavelength = 2 * np.pi * rope["rope_theta"] ** (place / head_dim)
-        if wavelength < high:
-            factors.append(1.0)
-        elif wavelength > low:
-            factors.append(rope["factor"])
-        else:
-            turns = rope["original_max_position_embeddings"] / wavelength
-            smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(factors, np.float32)

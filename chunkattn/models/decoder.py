@@ -12,13 +12,25 @@ from itertools import count
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from chunkattn.backends.base import HeadInputs
 from chunkattn.models.experts import mix, route
 from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
 from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import CLASSES, EMBEDDING, EXPERTS, HEAD, Attention, DecoderSpec, Experts, LayerSpec, Mlp
+from chunkattn.models.spec import (
+    CLASSES,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    Attention,
+    DecoderSpec,
+    Experts,
+    LayerSpec,
+    Mlp,
+    QueryGrowth,
+)
 from chunkattn.rope.positions import PADDING
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
@@ -71,6 +83,8 @@ class Decoder:
         """
         rotaries = dict.fromkeys(layer.mixer.rotary for layer in self.spec.layers)
         tables = {rotary: None if rotary is None else rotary_tables(rotary, positions) for rotary in rotaries}
+        kinds = dict.fromkeys(layer.mixer.growth for layer in self.spec.layers)
+        growths = {growth: None if growth is None else self._query_factors(growth, positions) for growth in kinds}
         x, added = self.shards.embed(self.weights[EMBEDDING], token_ids), None
         if self.spec.embedding_scale != 1:
             x = x * jnp.asarray(self.spec.embedding_scale, self.dtype).astype(jnp.float32)
@@ -79,11 +93,11 @@ class Decoder:
             attention = f"{name}self_attn."
             x, normed = self._add_norm(x, added, name, norms.before_mixer, [f"self_attn.{part}_proj.weight" for part in "qkv"])
             q, k, v = self._heads(layer.mixer, normed, attention)
-            if attend_inputs is not None and rotary is not None and layer.mixer.rotates_whole and layer.mixer.window is None:
+            if attend_inputs is not None and rotary is not None and layer.mixer.is_plain:
                 scales = self._scales(layer.mixer, attention)
                 out = attend_inputs(index, HeadInputs(q, k, v, *scales, *rotary, self.spec.norm_eps, self.dtype))
             else:
-                out = attend(index, *self._prepared(layer.mixer, attention, q, k, v, rotary))
+                out = attend(index, *self._prepared(layer.mixer, attention, q, k, v, rotary, growths[layer.mixer.growth]))
             out = self._linear(out.reshape(len(x), -1), f"{attention}o_proj", self.shards.total)
             added = self._after(layer, out, name, norms.after_mixer)
             readers = [reader for part in layer.feed_forwards for reader in part.readers]
@@ -129,6 +143,7 @@ class Decoder:
         k: jax.Array,
         v: jax.Array,
         rotary: tuple[jax.Array, jax.Array] | None,
+        growth: jax.Array | None,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries, keys and values, normalised and rotated, in the model's dtype."""
         q_scale, k_scale = self._scales(spec, name)
@@ -136,7 +151,16 @@ class Decoder:
             q, k = (rms_norm(x, scale, self.spec.norm_eps) for x, scale in ((q, q_scale), (k, k_scale)))
         if rotary is not None:
             q, k = (apply_rotary(x, *rotary) for x in (q, k))
+        if growth is not None:
+            q = q * growth
         return q.astype(self.dtype), k.astype(self.dtype), v.astype(self.dtype)
+
+    def _query_factors(self, growth: QueryGrowth, positions: jax.Array) -> jax.Array:
+        """Return the factors of queries at positions `[T]`, float32 `[T, 1, 1]`."""
+        # A table has the same bits for any number of rows, whatever the compiler makes of a logarithm.
+        steps = np.arange(self.spec.max_model_len // growth.period + 1, dtype=np.float32)
+        table = jnp.asarray(1 + np.float32(growth.beta) * np.log(1 + steps))
+        return jnp.take(table, positions // growth.period, mode="clip")[:, None, None]
 
     def _feed_forward(self, layer: LayerSpec, x: jax.Array, name: str, is_used: jax.Array) -> jax.Array:
         """Return the output of a layer's feed-forward, float32 `[T, hidden]`, from an input `[T, hidden]`.

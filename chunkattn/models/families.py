@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from chunkattn.errors import ModelError
-from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, Experts, LayerSpec, Mlp
+from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, Experts, Fused, LayerSpec, Mlp, QueryGrowth
 from chunkattn.rope.rotary import make_rotary
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CLASSIFIER, _LANGUAGE_MODEL, _BARE = "ForSequenceClassification", "ForCausalLM", "Model"
+_MULTIMODAL = "ForConditionalGeneration"
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP by their names in transformers."""
+_FUSED_PROJECTIONS: Fused = (
+    ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
+    ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
+)
+_SHARED_MLP: Fused = (
+    ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
+    ("shared_mlp.output_linear", ("mlp.down_proj",)),
+)
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,39 @@ def _granite(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     )
 
 
+def _granite_hybrid(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Let all layers be Granite's, with the MLP of shared experts as their only one, and perhaps without rotary embedding."""
+    if (experts := config.num_local_experts) != 0:
+        raise _wrong(f"num_local_experts {experts!r}: experts are not supported by Granite 4, only dense models (0) are")
+    kinds = list(config.layer_types)
+    if unknown := sorted(set(kinds) - {_FULL}):
+        raise ModelError(f"layer type {unknown[0]!r} is not supported by Granite 4; only {_FULL} is")
+    if len(kinds) != spec.num_layers:
+        raise _wrong(f"layer_types has {len(kinds)} entries for {spec.num_layers} layers")
+    width = config.shared_intermediate_size
+    if not isinstance(width, int) or width < 1:
+        raise _wrong(f"shared_intermediate_size must be a positive integer, got {width!r}")
+    rotates = config.position_embedding_type == "rope"
+
+    def change(layer: LayerSpec) -> LayerSpec:
+        mixer = layer.mixer if rotates else replace(layer.mixer, rotary=None)
+        return replace(layer, mixer=mixer, feed_forward=replace(layer.feed_forward, size=width))
+
+    return replace(_granite(config, spec.map(change)), fused=_SHARED_MLP)
+
+
+def _ministral3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Let queries grow with their position."""
+    rope = config.rope_parameters
+    beta, period = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
+    if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < math.inf:
+        raise _wrong(f"rope_parameters: llama_4_scaling_beta must be a finite number that is not negative, got {beta!r}")
+    if not isinstance(period, int) or period < 1:
+        raise _wrong(f"rope_parameters: original_max_position_embeddings must be a positive integer, got {period!r}")
+    growth = QueryGrowth(float(beta), period) if beta else None
+    return spec.map(lambda layer: replace(layer, mixer=replace(layer.mixer, growth=growth)))
+
+
 def _olmo2(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     """Put the norms behind attention and MLP."""
     return spec.map(lambda layer: replace(layer, norms=AFTER))
@@ -85,7 +128,7 @@ def _olmo2(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
 
 def _phi3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     """Read projections of one input from one tensor."""
-    return replace(spec, fused=True)
+    return replace(spec, fused=_FUSED_PROJECTIONS)
 
 
 def _experts(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
@@ -141,13 +184,17 @@ FAMILIES = {
     "mistral": Family("Mistral", ("Mistral",), False, False, False, None, "all"),
     # transformers reads a Mistral configuration with `layer_types` as Ministral's.
     "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, None, "layer_types"),
+    "ministral3": Family("Ministral 3", ("Ministral3",), False, False, False, None, "all", deltas=_ministral3),
     "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, None, "layer_types"),
     "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, "head", "layer_types"),
     "qwen2_moe": Family("Qwen2 MoE", ("Qwen2Moe",), None, False, False, None, "layer_types", deltas=_qwen2_moe),
     "qwen3_moe": Family("Qwen3 MoE", ("Qwen3Moe",), None, None, False, "head", "all", deltas=_experts),
     "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
-    "gemma3_text": Family("Gemma 3", ("Gemma3", "Gemma3Text"), None, None, False, "head", "layer_types", False, deltas=_gemma3),
+    "gemma3_text": Family("Gemma 3", ("Gemma3", "Gemma3Text"), None, None, False, "head", "layer_types", deltas=_gemma3),
     "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),
+    "granitemoehybrid": Family(
+        "Granite 4", ("GraniteMoeHybrid",), None, None, False, None, "none", classifies=False, deltas=_granite_hybrid
+    ),
     "olmo2": Family("OLMo 2", ("Olmo2",), None, None, False, "whole", "none", deltas=_olmo2),
     "phi3": Family("Phi-3/4-mini", ("Phi3",), False, False, False, None, "all", partial_rotary=True, deltas=_phi3),
     "smollm3": Family("SmolLM3", ("SmolLM3",), None, None, None, None, "layer_types", deltas=_smollm3),
@@ -156,6 +203,30 @@ FAMILIES = {
 
 Source: `configuration_*.py` and `modeling_*.py` of each family in https://github.com/huggingface/transformers
 """
+NESTED = {"gemma3": ("Gemma3", ("gemma3_text",)), "mistral3": ("Mistral3", ("mistral", "ministral3"))}
+"""First part of the names of classes, and families of the language part, of multimodal models by `model_type`."""
+
+
+def language_part(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the decoder: that of a multimodal model's language part, or `config` itself.
+
+    Args:
+        config: configuration of the checkpoint.
+
+    Raises:
+        ModelError: the language part is of a family that the multimodal model cannot have.
+    """
+    if config.model_type not in NESTED:
+        return config
+    _, kinds = NESTED[config.model_type]
+    part = copy.copy(config.text_config)
+    if part.model_type not in kinds:
+        raise _wrong(f"text_config: model_type {part.model_type!r} of a {config.model_type} model must be {' or '.join(kinds)}")
+    part.architectures, part.tie_word_embeddings = None, config.tie_word_embeddings
+    for key in ("dtype", "eos_token_id"):
+        if (value := getattr(config, key, None)) is not None:
+            setattr(part, key, value)
+    return part
 
 
 def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None) -> DecoderSpec:
@@ -168,6 +239,8 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
     Raises:
         ModelError: the architecture or one of its settings is not supported.
     """
+    if config.model_type in NESTED:
+        return _nested(config, max_model_len)
     family, architecture = _family(config)
     is_classifier = architecture.endswith(_CLASSIFIER)
     _refuse_foreign_forward_passes(config, architecture)
@@ -220,6 +293,20 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
     return family.deltas(config, spec)
 
 
+def _nested(config: PretrainedConfig, max_model_len: int | None) -> DecoderSpec:
+    """Return the shape of a multimodal model's language part."""
+    prefix, _ = NESTED[config.model_type]
+    architecture = prefix + _MULTIMODAL
+    if (named := (config.architectures or [architecture])[0]) not in (architecture, prefix + _BARE):
+        raise _wrong(f"architectures {named!r} of model_type {config.model_type!r} is not supported; only {architecture} is")
+    _refuse_foreign_keys(config)
+    try:
+        spec = spec_from_config(language_part(config), max_model_len)
+    except ModelError as error:
+        raise ModelError(f"text_config: {error}") from None
+    return replace(spec, architecture=architecture, is_nested=True, logit_cap=None)  # which these classes do not read
+
+
 def _factor(config: PretrainedConfig, key: str) -> float:
     """Return a number of the configuration that must be positive."""
     value = getattr(config, key)
@@ -265,8 +352,9 @@ def unsupported(what: str) -> ModelError:
     Args:
         what: key and value of the configuration that name the model.
     """
-    known = ", ".join(f"{family.prefixes[0]}{_LANGUAGE_MODEL} ({kind})" for kind, family in FAMILIES.items())
-    return ModelError(f"{what} is not supported; supported are {known} and the {_CLASSIFIER} class of each")
+    known = [f"{family.prefixes[0]}{_LANGUAGE_MODEL} ({kind})" for kind, family in FAMILIES.items()]
+    known += [f"{prefix}{_MULTIMODAL} ({kind})" for kind, (prefix, _) in NESTED.items()]
+    return ModelError(f"{what} is not supported; supported are {', '.join(known)}, and {_CLASSIFIER} classes of most")
 
 
 def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) -> None:
@@ -275,6 +363,11 @@ def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) 
         raise ModelError(
             f"hidden_act {_activation(config)!r} is not supported by {architecture}; only {', '.join(_ACTIVATIONS)} are"
         )
+    _refuse_foreign_keys(config)
+
+
+def _refuse_foreign_keys(config: PretrainedConfig) -> None:
+    """Raise if a key that no class reads, but transformers itself, asks for something that is not supported."""
     for key in ("quantization_config", "quantization"):  # the second is MLX's
         if getattr(config, key, None):
             raise ModelError(f"quantized checkpoints ({key}) are not supported; use an unquantized one")

@@ -10,6 +10,7 @@ import numpy as np
 
 from chunkattn.errors import ModelError
 from chunkattn.models.families import spec_from_config
+from chunkattn.models.gguf_families import GGUF_FAMILIES, GGUFFamily
 from chunkattn.models.gguf_file import GGUFFile
 from chunkattn.models.gguf_vocabulary import read_vocabulary
 from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, LayerSpec
@@ -17,14 +18,6 @@ from chunkattn.rope.rotary import RotarySpec
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3moe": "Qwen3MoeForCausalLM",
-}
-"""Supported values of `general.architecture`, with the Hugging Face class of each. Mistral and SmolLM2 files say `llama`."""
 
 _REFUSED = {
     "expert_count": "mixture-of-experts models",
@@ -36,9 +29,10 @@ _REFUSED = {
     "embedding_scale": "scaled embeddings",
     "final_logit_softcapping": "soft caps of logits",
     "attn_logit_softcapping": "soft caps of attention",
+    "attention.temperature_scale": "scores that grow with the position",
 }
-"""Keys, after the architecture's prefix, whose values other than zero change the forward pass in a way that no supported
-family has."""
+"""Keys, after the architecture's prefix, whose values other than zero change the forward pass in a way that few families have,
+those that read them."""
 
 _YARN = {
     "attn_factor": 1.0,
@@ -51,21 +45,6 @@ _YARN = {
 """Parameters of YaRN that must have llama.cpp's default if a file has them."""
 _NOT_YARN = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 0.0}
 """Parameters that change the other scalings too, with the values that do not."""
-
-_EXPERTS = "qwen3moe"
-"""Architecture whose layers have experts."""
-_MODEL_TYPES = {_EXPERTS: "qwen3_moe"}
-"""`model_type` of the architectures that have another name in transformers."""
-_WITHOUT = {
-    "expert_shared_count": (0, "shared experts"),
-    "expert_shared_feed_forward_length": (0, "shared experts"),
-    "expert_group_count": (1, "groups of experts"),
-    "expert_weights_scale": (1.0, "scaled factors of experts"),
-    "expert_gating_func": (1, "routers without softmax"),
-    "leading_dense_block_count": (0, "layers without experts"),
-    "router_logit_softcapping": (0.0, "soft caps of routers"),
-}
-"""Keys about experts with the value that changes nothing, as 0 does, and the meaning of any other."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 _HEAD = "cls.output"
@@ -87,11 +66,12 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     if kind != "model":
         raise ModelError(f"{file.path} holds no model but general.type {kind!r}; pass the model's own file")
     architecture = file.need("general.architecture", str)
-    if architecture not in ARCHITECTURES:
-        known = ", ".join(ARCHITECTURES)
+    if architecture not in GGUF_FAMILIES:
+        known = ", ".join(GGUF_FAMILIES)
         raise file.fault(f"GGUF architecture {architecture!r} is not supported; supported are {known}")
+    family = GGUF_FAMILIES[architecture]
     for key, meaning in _REFUSED.items():
-        if (architecture, key) != (_EXPERTS, "expert_count") and file.get(f".{key}", (int, float, list), 0):
+        if key not in family.reads and file.get(f".{key}", (int, float, list), 0):
             raise file.fault(f"{architecture}.{key} is set: {meaning} are not supported")
     if not file.get(".attention.causal", bool, True):
         raise file.fault("attention.causal is false: models with bidirectional attention are not supported")
@@ -116,16 +96,19 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     if heads < 1:
         raise file.fault(f"{architecture}.attention.head_count must be positive, got {heads}")
     head_dim, context = integer("attention.key_length", hidden // heads), integer("context_length")
-    for key in ("attention.value_length", "rope.dimension_count"):
+    for key in ("attention.value_length", *([] if family.rotates_part else ["rope.dimension_count"])):
         if (size := integer(key, head_dim)) != head_dim:
             raise file.fault(f"{architecture}.{key} {size} other than the head size {head_dim} is not supported")
     window = integer("attention.sliding_window", 0)
-    if 0 < window < context:
-        raise file.fault(f"a sliding window ({window} tokens) is not read from GGUF; use the model's safetensors checkpoint")
+    if window >= context and family.windows != "some":  # whose windowed layers have a rotary embedding of their own
+        window = 0
+    if window > 0:
+        _refuse_window(file, family, window)
     theta = float(file.get(".rope.freq_base", (int, float), 10000.0))
     classes = _class_names(file)
     settings = {
-        "architectures": ["Qwen3ForSequenceClassification" if classes else ARCHITECTURES[architecture]],
+        "model_type": family.model_type,
+        "architectures": ["Qwen3ForSequenceClassification" if classes else family.name],
         **({"id2label": dict(enumerate(classes))} if classes else {}),
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden,
@@ -136,30 +119,33 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
         "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": float(file.need(".attention.layer_norm_rms_epsilon", float)),
-        "rope_parameters": {"rope_theta": theta, **_scaling(file)},
+        "rope_parameters": {"rope_theta": theta, **_scaling(file, family)},
+        "pad_token_id": None,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "eos_token_id": list(read_vocabulary(file).end_ids) or None,
         "dtype": _dtype(file),
-        **(_experts(file) if architecture == _EXPERTS else {}),
+        **({} if family.windows == "none" else {"sliding_window": max(window, 0) or None}),
     }
+    settings |= family.settings(file, settings)
     try:
-        return AutoConfig.for_model(_MODEL_TYPES.get(architecture, architecture), **settings)
+        return AutoConfig.for_model(**settings)
     except Exception as error:  # transformers' configurations validate themselves, with errors of many classes
         raise file.fault(f"the metadata describe no valid {architecture} model: {error}") from error
 
 
-def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
+def spec_from_gguf(file: GGUFFile, config: PretrainedConfig, max_model_len: int | None = None) -> DecoderSpec:
     """Return the decoder's shape. Biases and the factors of Llama 3's RoPE show in the tensors only, not in the metadata.
 
     Args:
         file: opened GGUF file.
         config: `config_from_gguf` of the file.
+        max_model_len: see `spec_from_config`.
 
     Raises:
         ModelError: a setting is not supported.
     """
     try:
-        spec = spec_from_config(config)
+        spec = spec_from_config(config, max_model_len)
     except ModelError as error:
         raise file.fault(f"{error}") from None
     qkv_bias, o_bias = "blk.0.attn_q.bias" in file.tensors, "blk.0.attn_output.bias" in file.tensors
@@ -174,23 +160,13 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig) -> DecoderSpec:
     return spec.map(from_tensors)
 
 
-def _experts(file: GGUFFile) -> dict[str, Any]:
-    """Return the settings of experts. llama.cpp divides the factors of a row's experts by their sum.
-
-    Raises:
-        ModelError: the experts are of another form.
-    """
-    for key, (plain, meaning) in _WITHOUT.items():
-        if file.get(f".{key}", (int, float), plain) not in (plain, 0):
-            raise file.fault(f"{file.full(f'.{key}')} is set: {meaning} are not supported in GGUF")
-    if not file.get(".expert_weights_norm", bool, True):
-        raise file.fault(f"{file.full('.expert_weights_norm')} is false, which llama.cpp ignores; convert the model anew")
-    return {
-        "num_experts": file.need(".expert_count", int),
-        "num_experts_per_tok": file.need(".expert_used_count", int),
-        "moe_intermediate_size": file.need(".expert_feed_forward_length", int),
-        "norm_topk_prob": True,
-    }
+def _refuse_window(file: GGUFFile, family: GGUFFamily, window: int) -> None:
+    """Raise if the family has no windows, or if the file says of which layers and the family has one for all."""
+    key, pattern = file.full(".attention.sliding_window"), file.full(".attention.sliding_window_pattern")
+    if family.windows == "none":
+        raise file.fault(f"{key} {window} is not supported; use the model's safetensors checkpoint")
+    if family.windows == "all" and pattern in file.metadata.values:
+        raise file.fault(f"{pattern} is not supported; use the model's safetensors checkpoint")
 
 
 def _class_names(file: GGUFFile) -> list[str]:
@@ -237,8 +213,8 @@ def _with_factors(file: GGUFFile, rotary: RotarySpec) -> RotarySpec:
     return RotarySpec.of(np.asarray(rotary.inv_freq, np.float32) / factors, rotary.attention_factor)
 
 
-def _scaling(file: GGUFFile) -> dict[str, Any]:
-    """Return the `rope_parameters` of a file's RoPE scaling.
+def _scaling(file: GGUFFile, family: GGUFFamily) -> dict[str, Any]:
+    """Return the `rope_parameters` of a file's RoPE scaling, `default` for one that the family reads.
 
     As in llama.cpp, a file without a type has linear scaling, a missing factor or a factor of 0 is 1, `scale_linear` is the
     former name of the factor, and the type "none" ignores the factor.
@@ -246,12 +222,14 @@ def _scaling(file: GGUFFile) -> dict[str, Any]:
     Source: `llama_model_base::load_hparams` and `llama_context` of https://github.com/ggml-org/llama.cpp
     """
     kind = file.get(".rope.scaling.type", str, "linear")
+    if kind in ("linear", "longrope") and file.tensors.keys() & family.rope_tensors:
+        return {"rope_type": "default"}
     legacy = float(file.get(".rope.scale_linear", (int, float), 1.0))
     factor = float(file.get(".rope.scaling.factor", (int, float), legacy)) or 1.0
     if kind not in ("none", "linear", "yarn"):
         raise file.fault(f"RoPE scaling {kind!r} is not supported in GGUF; supported are none, linear and yarn")
     for key, default in (_YARN if kind == "yarn" else _NOT_YARN).items():
-        if file.get(f".rope.scaling.{key}", (int, float), default) != default:
+        if f"rope.scaling.{key}" not in family.reads and file.get(f".rope.scaling.{key}", (int, float), default) != default:
             raise file.fault(f"RoPE scaling {kind} with {key} other than {default} is not supported in GGUF")
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}
@@ -285,15 +263,17 @@ class GGUFTensors:
         from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
         self.path, self._file, self._spec = file.path, file, spec
-        self._architecture = file.need("general.architecture", str)
-        kind = next(k for k, name in MODEL_ARCH_NAMES.items() if name == self._architecture)
+        architecture = file.need("general.architecture", str)
+        self._family = GGUF_FAMILIES[architecture]
+        kind = next(k for k, name in MODEL_ARCH_NAMES.items() if name == architecture)
         places = get_tensor_name_map(kind, spec.num_layers)
-        listed = [HEAD, *(name for name in spec.parameters() if name != CLASSES)]
-        modules = {places.get_name(name.rpartition(".")[0]): name.rpartition(".")[0] for name in listed}
+        listed = [name.rpartition(".")[0] for name in (HEAD, *spec.parameters()) if name != CLASSES]
+        # Both forms of a fused module, for llama.cpp reads both; where they have one name, it is the fused one's.
+        modules = {places.get_name(module): module for module in (*listed, *map(spec.stored_module, listed))}
         if spec.num_labels is not None:
             modules[_HEAD] = "score"
         self._names: dict[str, str] = {}
-        for name in file.tensors.keys() - {_ROPE_FACTORS}:
+        for name in file.tensors.keys() - {_ROPE_FACTORS, *self._family.rope_tensors}:
             module, _, leaf = name.rpartition(".")
             if module not in modules or leaf not in ("weight", "bias"):
                 raise file.fault(f"tensor {name!r} has no place in {spec.architecture}; the model is unsupported")
@@ -324,8 +304,10 @@ class GGUFTensors:
             matrices = self._file.read(self._names[name], dtype, _flat(shape, which, rows), columns)
             return matrices.reshape(len(range(*which.indices(shape[0]))), -1, matrices.shape[-1])
         rows, columns = (*index, slice(None), slice(None))[:2]
-        order = self._rows(name)
-        return self._file.read(self._names[name], dtype, rows if order is None else order[rows], columns)
+        order, stored = self._rows(name), self._names[name]
+        if self._spec.norm_offset and name.endswith("norm.weight"):  # files hold what norms multiply by
+            return (self._file.read(stored, np.dtype(np.float32), rows) - np.float32(self._spec.norm_offset)).astype(dtype)
+        return self._file.read(stored, dtype, rows if order is None else order[rows], columns)
 
     def stored_type(self, name: str) -> str:
         """Return GGUF's name of the type of a tensor, such as `Q4_K`.
@@ -366,13 +348,10 @@ class GGUFTensors:
         return "the file is incomplete, get it again"
 
     def _rows(self, name: str) -> np.ndarray | None:
-        """Return the stored row of each row of a query or key projection of `llama`.
-
-        llama.cpp rotates neighbouring rows there, so its converter interleaves the two halves of each head.
-        """
+        """Return the stored row of each row of a query or key projection; None for rows in order."""
         num_heads, num_kv_heads, head_dim = self._spec.heads
         heads = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2])
-        if self._architecture != "llama" or heads is None:
+        if not self._family.interleaves or heads is None:
             return None
         rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
         return rows.swapaxes(1, 2).reshape(-1)

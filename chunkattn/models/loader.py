@@ -14,8 +14,9 @@ import xxhash
 
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
-from chunkattn.models.families import FAMILIES, spec_from_config, unsupported
+from chunkattn.models.families import FAMILIES, NESTED, language_part, spec_from_config, unsupported
 from chunkattn.models.foreign_files import explain_folder
+from chunkattn.models.fused import split_tensors
 from chunkattn.models.generation_defaults import read_generation_config, sampling_defaults
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors, config_from_gguf, spec_from_gguf
@@ -151,7 +152,7 @@ def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str,
     file, config, spec = _configuration(
         resolve_path(options.model, options.revision, files=["config.json"]), options.max_model_len
     )
-    tensors = None if file is None else GGUFTensors(file, spec)
+    tensors = None if file is None else split_tensors(GGUFTensors(file, spec), spec)
     types = {} if tensors is None else {name: tensors.stored_type(name) for name in tensors.names()}
     return spec, _dtype(config, options), types
 
@@ -165,10 +166,10 @@ def _configuration(path: Path, max_model_len: int | None) -> tuple[GGUFFile | No
     if path.is_file():
         file = open_gguf(path)
         config = config_from_gguf(file)
-        return file, config, spec_from_gguf(file, config)
+        return file, config, spec_from_gguf(file, config, max_model_len)
     config = read_config(path)
     try:
-        return None, config, spec_from_config(config, max_model_len)
+        return None, language_part(config), spec_from_config(config, max_model_len)
     except ModelError as error:
         raise ModelError(f"{path / 'config.json'}: {error}") from None
 
@@ -196,9 +197,9 @@ def read_config(folder: Path) -> PretrainedConfig:
     if named is not None and not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise ModelError(f"{file}: architectures must be a list of strings, got {named!r}")
     if not isinstance(kind, str):
-        raise ModelError(f"{file}: model_type must be one of {', '.join(FAMILIES)}, got {kind!r}")
+        raise ModelError(f"{file}: model_type must be one of {', '.join([*FAMILIES, *NESTED])}, got {kind!r}")
     # transformers would advise to run the code of a repository, or to install another version, for kinds that it lacks.
-    if kind not in FAMILIES:
+    if kind not in FAMILIES and kind not in NESTED:
         raise ModelError(f"{file}: {unsupported(f'model_type {kind!r}')}")
     for key in ("dtype", "torch_dtype"):
         if fields.get(key) not in (None, *CHECKPOINT_DTYPES, "float64"):

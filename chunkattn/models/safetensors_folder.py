@@ -16,12 +16,17 @@ from safetensors import SafetensorError, safe_open
 from chunkattn.errors import ModelError
 from chunkattn.local_files import cause_of, is_present
 from chunkattn.models.foreign_files import explain_folder
+from chunkattn.models.spec import HEAD
 
 logger = logging.getLogger(__name__)
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 BASE_PREFIX = "model."
 """Prefix of the decoder's names in a checkpoint of a model with a head. Checkpoints of the bare model lack it."""
+NESTED_PREFIX = "language_model."
+"""Prefix of the decoder's names in a checkpoint of a multimodal model."""
+_NESTED = re.compile(r"^(model\.language_model\.|language_model\.(model\.)?)(?=(embed_tokens|layers|norm)\.)")
+"""Prefixes of the decoder's names, without its head, in checkpoints of multimodal models, whatever wrote them."""
 _BASE_MODULES = ("embed_tokens.", "layers.", "norm.")
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
@@ -60,19 +65,31 @@ class SafetensorsFolder:
 
     needs_all = False
 
-    def __init__(self, folder: Path, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, stack: ExitStack, *, is_nested: bool = False) -> None:
         """Open the files, which stay open until `stack` closes.
+
+        Args:
+            folder: the folder.
+            stack: holder of the open files.
+            is_nested: whether the decoder is the language part of a multimodal model. Other parts are left out.
 
         Raises:
             ModelError: a file is missing or unreadable, or the files contradict each other.
         """
-        self.path = folder
+        self.path, self._is_nested = folder, is_nested
         self._stored: dict[str, tuple[Any, str]] = {}
         places, self._lost = _places(folder, stack)
         if is_present(folder / "adapter_config.json"):
             logger.warning("%s holds an adapter beside the model, which is not applied; merge it (merge_and_unload)", folder)
         for name, handle in places.items():
-            parameter = BASE_PREFIX + name if name.startswith(_BASE_MODULES) else name
+            parameter = name
+            if is_nested:
+                found = _NESTED.match(name)
+                parameter = name[found.end() :] if found else name.removeprefix(NESTED_PREFIX)
+                if not found and parameter != HEAD:
+                    continue
+            if parameter.startswith(_BASE_MODULES):
+                parameter = BASE_PREFIX + parameter
             if parameter in self._stored:
                 raise ModelError(
                     f"{folder}: tensors {self._stored[parameter][1]!r} and {name!r} stand for the same parameter; drop one"
@@ -139,7 +156,8 @@ class SafetensorsFolder:
                     f"{INDEX_FILE} says that it is in {self._lost[listed]!r}, which lacks it; the index or the shard is stale: "
                     "get the folder again"
                 )
-        return explain_missing(name, [stored_name for _, stored_name in self._stored.values()])
+        stored = self._stored if self._is_nested else [stored_name for _, stored_name in self._stored.values()]
+        return explain_missing(name, stored)
 
 
 def explain_missing(name: str, stored: Iterable[str]) -> str:

@@ -11,6 +11,8 @@ from chunkattn.rope.rotary import RotarySpec
 
 Shapes = dict[str, tuple[int, ...]]
 """Shape of each parameter by its name in Hugging Face checkpoints, `[out, in]` for a matrix."""
+Fused = tuple[tuple[str, tuple[str, ...]], ...]
+"""Modules of a layer as checkpoints store them, each with the modules whose rows it holds one after another."""
 
 EXPERTS = "experts"
 """Part of the names of the experts' parameters, in checkpoints before the number of an expert."""
@@ -47,6 +49,19 @@ AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_l
 
 
 @dataclass(frozen=True)
+class QueryGrowth:
+    """Factor of rotated queries, `1 + beta * log(1 + position // period)`, as in Llama 4.
+
+    Attributes:
+        beta: weight of the logarithm.
+        period: number of positions that have one factor.
+    """
+
+    beta: float
+    period: int
+
+
+@dataclass(frozen=True)
 class Attention:
     """Grouped-query attention of a layer (arXiv:2305.13245); sizes are in elements.
 
@@ -60,6 +75,7 @@ class Attention:
         qkv_bias: whether the query, key and value projections have biases.
         o_bias: whether the output projection has a bias.
         qk_norm: what is normalised of queries and keys: nothing, each head, or the whole projection.
+        growth: factor of queries by their position; None for none.
     """
 
     num_heads: int
@@ -71,11 +87,13 @@ class Attention:
     qkv_bias: bool = False
     o_bias: bool = False
     qk_norm: Literal["head", "whole"] | None = None
+    growth: QueryGrowth | None = None
 
     @property
-    def rotates_whole(self) -> bool:
-        """Return whether the rotary embedding turns whole heads."""
-        return self.rotary is not None and 2 * len(self.rotary.inv_freq) == self.head_dim
+    def is_plain(self) -> bool:
+        """Return whether the layer has full attention over heads that are rotated whole, and nothing more."""
+        rotates_whole = self.rotary is not None and 2 * len(self.rotary.inv_freq) == self.head_dim
+        return rotates_whole and self.window is None and self.growth is None
 
     @property
     def heads(self) -> tuple[int, int, int]:
@@ -272,7 +290,8 @@ class DecoderSpec:
         embedding_scale: factor of the embeddings, rounded to the dtype of the parameters.
         logit_scale: factor of a language model's logits.
         logit_cap: bound of a language model's logits, which a tanh reaches slowly; None for none.
-        fused: whether checkpoints store the projections of one input as one tensor: `qkv_proj`, `gate_up_proj`.
+        fused: modules that checkpoints store as one tensor, or under another name.
+        is_nested: whether checkpoints hold the decoder as the language part of a multimodal model.
     """
 
     architecture: str
@@ -287,7 +306,8 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
-    fused: bool = False
+    fused: Fused = ()
+    is_nested: bool = False
 
     @property
     def num_layers(self) -> int:
@@ -314,6 +334,18 @@ class DecoderSpec:
         """Return `Attention.heads`, which are the same in all layers."""
         (heads,) = {layer.mixer.heads for layer in self.layers}
         return heads
+
+    def stored_module(self, module: str) -> str:
+        """Return the module as which checkpoints store a module.
+
+        Args:
+            module: name of the module, such as `model.layers.0.mlp.up_proj`.
+        """
+        for stored, parts in self.fused:
+            for part in parts:
+                if module.endswith(f".{part}"):
+                    return module.removesuffix(part) + stored
+        return module
 
     def map(self, change: Callable[[LayerSpec], LayerSpec]) -> DecoderSpec:
         """Return the decoder with changed layers.

@@ -16,12 +16,12 @@ from safetensors.flax import save_file
 from chunkattn.backends.cpu.packed import quantize_q8_0
 from chunkattn.errors import ModelError
 from chunkattn.models.decoder import Decoder
-from chunkattn.models.fused import SplitTensors
+from chunkattn.models.fused import SplitTensors, split_tensors
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.packing import Packing, load_packed, plan_packing
-from chunkattn.models.safetensors_folder import BASE_PREFIX, SINGLE_FILE, SafetensorsFolder
+from chunkattn.models.safetensors_folder import BASE_PREFIX, NESTED_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
 from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
 from chunkattn.models.stacked import StackedExperts
@@ -62,13 +62,11 @@ def load_weights(
     """
     if isinstance(source, Path) and source.is_file():
         source = open_gguf(source)
-    if isinstance(source, GGUFFile):
-        return fill(spec, GGUFTensors(source, spec), dtype, shards, packing)
     with ExitStack() as stack:
-        folder = SafetensorsFolder(source, stack)
-        has_experts = any(layer.experts is not None for layer in spec.layers)
-        split = SplitTensors(folder, spec) if spec.fused else StackedExperts(folder, spec) if has_experts else folder
-        return fill(spec, split, dtype, shards, packing)
+        if isinstance(source, GGUFFile):
+            return fill(spec, split_tensors(GGUFTensors(source, spec), spec), dtype, shards, packing)
+        folder = SafetensorsFolder(source, stack, is_nested=spec.is_nested)
+        return fill(spec, split_tensors(folder, spec), dtype, shards, packing)
 
 
 def fill(
@@ -126,7 +124,7 @@ def _read_transposed(source: TensorSource, name: str, dtype: jnp.dtype, index: I
 
 def _stored(source: TensorSource, name: str, index: Index) -> np.ndarray:
     """Return stored blocks of a matrix, uint8 `[rows, bytes]`."""
-    assert isinstance(source, GGUFTensors)
+    assert isinstance(source, (GGUFTensors, SplitTensors))
     return source.blocks(name, index)
 
 
@@ -219,4 +217,6 @@ def save_weights(model: Decoder, folder: Path) -> None:
         stacked, (before, module, leaf) = arrays.pop(name), name.rsplit(".", 2)
         for number, matrix in enumerate(stacked):
             arrays[f"{before}.{number}.{module}.weight"] = matrix if leaf == "weight" else matrix.T
+    if model.spec.is_nested:
+        arrays = {f"{NESTED_PREFIX}{name}": array for name, array in arrays.items()}
     save_file(arrays, folder / SINGLE_FILE, metadata={"format": "pt"})

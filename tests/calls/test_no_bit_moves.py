@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, Ministral3Config, Qwen3Config, Qwen3MoeConfig
 
 from chunkattn import LLM, Choice, ChunkedPrompt, DocumentPrompt, Focus, Option, Predicate, Rating, SamplingParams
 from chunkattn.backends import registry
@@ -320,9 +320,16 @@ KINDS = {
     "experts float32": {},
     "experts bfloat16": {"dtype": "bfloat16"},
     "experts quantized": {"quantization": "int8", "dtype": "bfloat16"},
+    "gemma bfloat16": {"dtype": "bfloat16"},
+    "ministral float32": {},
 }
 """Options of engines by name. The first runs in the quick tests; deep ones have products as deep as those of real models,
-those of windows a layer with a sliding window, and those of experts a layer with experts."""
+those of windows a layer with a sliding window, and those of experts a layer with experts. Gemma 3 has windows, GELU and more
+norms, Ministral 3 queries that grow."""
+
+
+OWN_MODELS = ("deep", "windows", "experts", "gemma", "ministral")
+"""Beginnings of the names of engines with another model."""
 
 
 @pytest.fixture(scope="session")
@@ -351,8 +358,28 @@ def experts(tmp_path_factory):
     return made
 
 
+@pytest.fixture(scope="session")
+def gemma(tmp_path_factory):
+    made = tmp_path_factory.mktemp("gemma")
+    kinds = ["sliding_attention", "full_attention"]
+    make_checkpoint(Gemma3TextConfig(**{**SHAPE, "max_position_embeddings": 2048}, sliding_window=37, layer_types=kinds), made)
+    add_tokenizer(made, chat_template=CHATML)
+    return made
+
+
+@pytest.fixture(scope="session")
+def ministral(tmp_path_factory):
+    made = tmp_path_factory.mktemp("ministral")
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 64.0, "original_max_position_embeddings": 32}
+    rope |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
+    make_checkpoint(Ministral3Config(**{**SHAPE, "max_position_embeddings": 2048}, rope_parameters=rope), made)
+    add_tokenizer(made, chat_template=CHATML)
+    return made
+
+
 def _marked(kind):
-    slow = kind in ("quantized int8", "windows float32", "windows tiled", "experts float32", "experts quantized")
+    slow = kind in ("quantized int8", "windows float32", "windows tiled", "gemma bfloat16", "ministral float32")
+    slow |= kind in ("experts float32", "experts quantized")
     return pytest.param(kind, marks=pytest.mark.slow if slow else pytest.mark.ci)
 
 
@@ -369,7 +396,8 @@ def llm(request, chat_folder, tmp_path_factory):
     with patch.object(Tiled, "name", "tiled"):
         registry._REGISTERED["tiled"] = Tiled
         folder = kind.split()[0]
-        made = LLM(str(request.getfixturevalue(folder) if folder in ("deep", "windows", "experts") else chat_folder), **options)
+        own = request.getfixturevalue(folder) if folder in OWN_MODELS else chat_folder
+        made = LLM(str(own), **options)
         yield made
         del registry._REGISTERED["tiled"]
     made.core.scheduler.check()

@@ -5,7 +5,7 @@ import pytest
 
 from chunkattn import ChunkedPrompt, SamplingParams, make_layout
 from chunkattn.engine.messages import GenerateRequest
-from tests.checkpoints import CHECKPOINTS, CHUNKABLE, VOCAB, random_parts
+from tests.checkpoints import CHECKPOINTS, CHUNKABLE, NESTED, VOCAB, random_parts
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32)
 
@@ -60,7 +60,7 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def _matrix():
-    for name in CHUNKABLE:
+    for name in (*CHUNKABLE, *NESTED):
         for strategy in ("shared", "offset"):
             for backend in ("xla", "reference"):
                 checked = backend == "xla" and (name == "qwen3" or strategy == "shared") and name not in STATIC_SCALING

@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 
 from chunkattn import ChunkedPrompt, SamplingParams, make_layout
-from chunkattn.calls.algorithms import ALGORITHMS
 from chunkattn.engine.request import Request
 from tests.checkpoints import VOCAB, WINDOWED, random_parts
 from tests.engine.test_parity import GREEDY, check_greedy, engine_logits
-
-LABELS = [3, 99, 7]
 
 
 def _matrix():
@@ -60,20 +57,6 @@ def test_a_gap_counts_as_distance(engine, oracle):
     for gap in (3, 7, 8, 20):
         layout = make_layout(*random_parts(rng, longest=20), gap=gap)
         np.testing.assert_allclose(engine_logits(llm, layout), oracle("qwen2-window").chunked(layout), atol=1e-4)
-
-
-@pytest.mark.parametrize("name", [WINDOWED[0], pytest.param(WINDOWED[1], marks=pytest.mark.ci)])
-@pytest.mark.parametrize("item_first", [False, True])
-def test_every_algorithm_scores_items_as_if_alone(name, item_first, engine, oracle):
-    rng = np.random.default_rng(5)
-    query, items = rng.integers(0, VOCAB, 21).tolist(), [rng.integers(0, VOCAB, n).tolist() for n in (1, 5, 17, 40, 16)]
-    llm = engine(name)
-    for algorithm in ("auto", "serial", "prefill_extend") if item_first else ("auto", *ALGORITHMS):
-        found = llm.score(query, items, label_token_ids=LABELS, algorithm=algorithm, item_first=item_first)
-        for item, scores in zip(items, found.scores, strict=True):
-            logits = oracle(name).logits([*item, *query] if item_first else [*query, *item])[-1].astype(np.float64)
-            expected = np.exp(logits - logits.max())
-            np.testing.assert_allclose(scores, (expected / expected.sum())[LABELS], rtol=1e-5, atol=1e-7)
 
 
 def test_order_and_cache_move_no_bit(engine):

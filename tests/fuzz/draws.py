@@ -9,7 +9,18 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.fuzz.folders import EMBEDDING, HEAD, INDEX, numbered, tensors_of, write
+from tests.fuzz.folders import (
+    CLASSIFIED,
+    DECODER,
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    NESTED,
+    decoder_keys,
+    numbered,
+    tensors_of,
+    write,
+)
 from tests.tokenizer_files import CLASSES, FILES, add_tokenizer, pieces
 
 YARN = {"type": "yarn", "factor": 4.0}
@@ -75,6 +86,15 @@ KEYS = {
     "no experts": {"num_experts": 0, "num_local_experts": 0},
     "layers without rotary": {"no_rope_layers": [0, 1]},
     "every second layer without rotary": {"no_rope_layers": None, "no_rope_layer_interval": 2},
+    "no positions": {"position_embedding_type": None},
+    "a width of shared experts": {"shared_intermediate_size": 24},
+    "experts": {"num_local_experts": 4},
+    "a scale of scores": {"query_pre_attn_scalar": 64},
+    "a pattern of windows": {"sliding_window_pattern": 2, "layer_types": None},
+    "frequencies of windows": {"rope_local_base_freq": 500.0, "rope_parameters": None},
+    "queries that grow": {
+        "rope_parameters": {"rope_theta": 1e4, **YARN, "original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.7}
+    },
     "bidirectional": {"use_bidirectional_attention": True},
     "gelu": {"hidden_act": "gelu"},
     "gelu by tanh": {"hidden_act": "gelu_pytorch_tanh"},
@@ -85,6 +105,8 @@ KEYS = {
     "no number of heads": {"num_key_value_heads": None},
 }
 """Changes of a configuration, by the name of the case."""
+NESTED_PREFIXES = {"language_model.model.": 8, "model.language_model.": 5, "language_model.": 1, "text.": 0.3}
+"""Prefixes of the language part of multimodal models."""
 DTYPES = torch.float32, torch.bfloat16, torch.float16, torch.float64
 PREFIXES = {"model.": 9, "": 5, "base_model.model.model.": 0.3, "module.model.": 0.3, "transformer.": 0.3}
 
@@ -101,7 +123,7 @@ class Draw:
     def __init__(self, folder, family, seed):
         self.folder, self.story = folder, [family, f"seed {seed}"]
         self._rng = rng = np.random.default_rng([seed, *family.encode()])
-        classifies = rng.random() < 0.2 and family != "granite"  # transformers has no such class
+        classifies = rng.random() < 0.2 and family in CLASSIFIED
         auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
         labels = {"num_labels": int(rng.integers(1, 4))} if classifies else {}
         self.tensors, self.keys = tensors_of(family, seed=seed % 3, auto=auto, **labels)
@@ -124,17 +146,19 @@ class Draw:
     def _keys(self):
         for _ in range(self._rng.integers(0, 3)):
             changes = KEYS[self._pick("key", dict.fromkeys(KEYS, 1))]
+            keys = self.keys if "architectures" in changes else decoder_keys(self.keys)
             if "rope_theta" in changes or "rope_scaling" in changes:
-                self.keys.pop("rope_parameters", None)
-                self.keys.setdefault("rope_theta", 10000.0)
-            self.keys |= changes
-        for name in [*self.keys]:
-            if self._rng.random() < 0.003:
-                self.story.append(f"{name} absent or null")
-                if self._rng.random() < 0.5:
-                    del self.keys[name]
-                else:
-                    self.keys[name] = None
+                keys.pop("rope_parameters", None)
+                keys.setdefault("rope_theta", 10000.0)
+            keys |= changes
+        for keys in [self.keys, *([self.keys["text_config"]] if "text_config" in self.keys else [])]:
+            for name in [*keys]:
+                if self._rng.random() < 0.003:
+                    self.story.append(f"{name} absent or null")
+                    if self._rng.random() < 0.5:
+                        del keys[name]
+                    else:
+                        keys[name] = None
 
     def _head(self, classifies):
         self.keys["tie_word_embeddings"] = self._pick("tied", {True: 1, False: 1})
@@ -170,12 +194,17 @@ class Draw:
             self.tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.rand(4)
 
     def _names(self):
-        prefix = self._pick("prefix", PREFIXES)
+        is_nested = self.keys.get("model_type") in NESTED
+        own, prefixes = ("language_model.model.", NESTED_PREFIXES) if is_nested else ("model.", PREFIXES)
+        prefix = self._pick("prefix", prefixes)
         part = self._pick("names", {"all": 9, "some": 1})
         named = {}
         for name, tensor in self.tensors.items():
-            keeps = not name.startswith("model.") or (part == "some" and self._rng.random() < 0.5)
-            named[name if keeps else prefix + name.removeprefix("model.")] = tensor
+            if not name.startswith(DECODER):
+                named[name] = tensor
+                continue
+            keeps = part == "some" and self._rng.random() < 0.5
+            named[(own if keeps else prefix) + name.removeprefix("model.")] = tensor
         self.tensors = named
 
     def _files(self):

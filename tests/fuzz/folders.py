@@ -12,9 +12,40 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
 from chunkattn.models.loader import load_tokenizer, open_files
+from tests.checkpoints import auto_class
 from tests.tokenizer_texts import TEXTS
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "olmo2", "phi3", "qwen2_moe", "qwen3_moe", "smollm3")
+NESTED = ("gemma3", "mistral3")
+"""Multimodal families: their keys are those of `text_config`, and `write` gives tensors the names of their language part."""
+FAMILIES = (
+    *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma3_text", "granite", "granitemoehybrid", "olmo2"),
+    *("phi3", "qwen2_moe", "qwen3_moe", "smollm3", *NESTED),
+)
+CLASSIFIED = tuple(family for family in FAMILIES if family not in ("granite", "granitemoehybrid", *NESTED))
+"""Families with classifiers."""
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+OWN = {
+    "gemma3_text": {"query_pre_attn_scalar": 12, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
+    "granitemoehybrid": {
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "layer_types": ["full_attention"] * 2,
+        "position_embedding_type": "rope",
+        "mamba_n_heads": 4,
+    },
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": _EXPERTS,
+    "ministral3": {
+        "rope_parameters": {
+            "rope_theta": 10000.0,
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.3,
+        }
+    },
+}
+"""Keys of families without which they have no small models, or ones of other layers."""
 SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -29,32 +60,38 @@ SHAPE = {
     "bos_token_id": None,
     "pad_token_id": None,
 }
-OWN = {
-    "qwen3_moe": {
-        "num_experts": 6,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "norm_topk_prob": True,
-    },
-}
-OWN["qwen2_moe"] = OWN["qwen3_moe"] | {"shared_expert_intermediate_size": 40}
-"""Settings of families beside `SHAPE`."""
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DECODER = "model.embed_tokens.", "model.layers.", "model.norm."
+VISUAL = "model.vision_tower.", "model.multi_modal_projector."
+_VISION = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
+VISION = {
+    "gemma3": {"model_type": "siglip_vision_model", "patch_size": 2, **_VISION},
+    "mistral3": {"model_type": "pixtral", "patch_size": 2, "head_dim": 8, **_VISION},
+}
 EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 def tensors_of(family, seed=0, auto=AutoModelForCausalLM, **changes):
     """Tensors of a random model, with a bias beside every projection, and the configuration's keys."""
-    config = AutoConfig.for_model(family, **{**SHAPE, **OWN.get(family, {}), **changes})
+    if family in NESTED:
+        text = "gemma3_text" if family == "gemma3" else "mistral"
+        own = {"text_config": {**SHAPE, **OWN.get(text, {}), "model_type": text}, "vision_config": VISION[family]}
+        config = AutoConfig.for_model(family, **own, **({"mm_tokens_per_image": 4} if family == "gemma3" else {}))
+        auto = auto_class(config)
+    else:
+        config = AutoConfig.for_model(family, **{**SHAPE, **OWN.get(family, {}), **changes})
     torch.manual_seed(seed)
     model = auto.from_config(config, dtype=torch.float32)
-    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    named = [(name.replace("model.language_model.", "model."), value) for name, value in model.state_dict().items()]
+    tensors = {name: value.clone() for name, value in named if not name.startswith(VISUAL)}
     for name, value in [*tensors.items()]:
         if value.ndim == 1:
             value.add_(0.2 * torch.randn_like(value))
         if "_proj." in name:
             tensors[name.replace("weight", "bias")] = 0.3 * torch.randn(len(value))
     keys = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
+    if family in NESTED:
+        tensors |= {name.removeprefix("model."): value.clone() for name, value in named if name.startswith(VISUAL)}
     return tensors, keys
 
 
@@ -73,9 +110,16 @@ def numbered(tensors):
     return found
 
 
+def decoder_keys(keys):
+    """The keys that say what the decoder computes: all, or those of a multimodal model's language part."""
+    return keys["text_config"] if keys.get("model_type") in NESTED else keys
+
+
 def write(folder, tensors, keys, shards=1):
     """Write a folder; with several shards, tensors go to the shards in turn."""
     folder.mkdir(exist_ok=True)
+    if keys.get("model_type") in NESTED:
+        tensors = {f"language_model.{n}" if n.startswith(DECODER) else n: value for n, value in tensors.items()}
     (folder / "config.json").write_text(json.dumps(keys))
     if shards == 1:
         save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
@@ -118,7 +162,8 @@ def transformers_logits(folder, ids=IDS):
     try:
         named = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
         classifies = named[0].endswith("ForSequenceClassification")
-        auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
+        plain = auto_class(AutoConfig.from_pretrained(folder, trust_remote_code=False))
+        auto = AutoModelForSequenceClassification if classifies else plain
         options = {"attn_implementation": "eager", "output_loading_info": True, "trust_remote_code": False}
         model, info = auto.from_pretrained(folder, dtype=torch.float32, **options)
         if info["missing_keys"] or info["mismatched_keys"]:

@@ -10,7 +10,8 @@ from chunkattn.errors import ModelError
 from chunkattn.models.loader import open_files
 from chunkattn.models.packing import Packing
 from tests.fuzz.folders import IDS, SilentDifferenceError, dense_logits
-from tests.gguf_files import CONFIGS, HALVES, Written
+from tests.gguf_converter import architecture_of, head_dim_of
+from tests.gguf_files import ALL, ARCHITECTURES, CONFIGS, HALVES, write
 
 TOLERANCE = 1e-3
 _LARGE = 1.0
@@ -57,6 +58,11 @@ WRONG = {
     "adapter": _set("general.type", "adapter"),
 }
 """Changes that must be refused."""
+OTHER_WINDOWS = ("mistral-window", "gemma3", "gemma3-linear", "phi3-window")
+"""Files that a window of all positions changes."""
+WINDOWED = (*OTHER_WINDOWS, "phi3", "phi3-longrope", "mistral3", "ministral3", *(name for name in CONFIGS if "llama" in name))
+"""Files that may have any window."""
+SCALED = ("llama-linear", "llama-yarn", "ministral3", "gemma3-linear")
 
 
 def _mutants(rng, config):
@@ -91,18 +97,27 @@ def judge(path, seed):
         SilentDifferenceError: a right file is refused or has other logits than transformers', or a wrong file loads.
     """
     rng = np.random.default_rng(seed)
-    name = [*CONFIGS][rng.integers(len(CONFIGS))]
-    config = CONFIGS[name]
-    # Super-blocks of 256 need rows of as many numbers, which the heads of Qwen3 here do not have.
-    kinds = KINDS if config.model_type == "qwen3" else (*KINDS, *HALVES)
+    name = [*ALL][rng.integers(len(ALL))]
+    config = ALL[name]
+    # Super-blocks of 256 need rows of as many numbers, which some heads and MLPs here do not have.
+    widths = config.num_attention_heads * head_dim_of(config), getattr(config, "shared_intermediate_size", 256)
+    kinds = KINDS if any(width % 256 for width in widths) else (*KINDS, *HALVES)
     kind = kinds[rng.integers(len(kinds))]
     wrong = rng.random() < 0.25
-    table = WRONG if wrong else HARMLESS
+    table = dict(WRONG if wrong else HARMLESS)
+    own = (
+        ("window", WINDOWED),
+        ("window of all positions", OTHER_WINDOWS),
+        ("scaling none", SCALED),
+        ("no experts", ("qwen3moe",)),
+    )
+    for left_out, names in own:
+        table = {case: change for case, change in table.items() if case != left_out or name not in names}
+    if name == "phi3-longrope":
+        table.pop("longrope", None)
     chosen = [[*table][rng.integers(len(table))] for _ in range(1 if wrong else rng.integers(0, 3))]
-    if name in ("llama-linear", "llama-yarn"):
-        chosen = [case for case in chosen if case != "scaling none"]
     damage = ("none", "nan", "absent", "foreign")[rng.choice(4, p=[0.85, 0.05, 0.05, 0.05])]
-    norm = f"blk.{rng.integers(config.num_hidden_layers)}.attn_norm.weight"
+    norm = f"blk.{rng.integers(config.num_hidden_layers)}.{'attn_post_norm' if name == 'olmo2' else 'attn_norm'}.weight"
     tensors = {
         "none": {},
         "nan": {norm: np.full(config.hidden_size, np.nan, np.float32)},
@@ -112,15 +127,19 @@ def judge(path, seed):
 
     def change(writer):
         for case in dict.fromkeys(chosen):
-            table[case](writer, config.model_type.replace("_moe", "moe"))
+            table[case](writer, ARCHITECTURES.get(name) or architecture_of(config))
 
     packing = Packing() if rng.random() < 0.5 else None
-    mutants = _mutants(rng, config) if kind not in (Kind.F32, Kind.F16, Kind.BF16) and rng.random() < 0.4 else []
+    # The witness of other families is the model that was written.
+    mutable = name in CONFIGS and kind not in (Kind.F32, Kind.F16, Kind.BF16)
+    mutants = _mutants(rng, config) if mutable and rng.random() < 0.4 else []
     story = f"seed {seed}; {name}; {kind.name}; {chosen}; {damage}; {packing}; {len(mutants)} mutants"
-    Written(path, config, kind, change=change, tensors=tensors)
+    write(path, name, kind, change=change, tensors=tensors)
     largest = _mutate(path, mutants)
     try:
-        files = open_files(EngineConfig(model=str(path), dtype="float32", skip_tokenizer_init=True))
+        # transformers takes the short factors for so few tokens.
+        short = {"max_model_len": 64} if name == "phi3-longrope" else {}
+        files = open_files(EngineConfig(model=str(path), dtype="float32", skip_tokenizer_init=True, **short))
         decoder = files.load(packing=packing)
     except ModelError as error:
         if not wrong and damage == "none" and np.isfinite(largest):
@@ -129,7 +148,7 @@ def judge(path, seed):
     if wrong or damage != "none" or not np.isfinite(largest):
         raise SilentDifferenceError(f"{story}: a wrong file loads")
     # transformers cannot read some of the harmless metadata, so it reads the file without them.
-    plain = Written(path.with_name("plain.gguf"), config, kind)
+    plain = write(path.with_name("plain.gguf"), name, kind)
     _mutate(plain.path, mutants)
     expected, found = plain.oracle().logits(IDS), dense_logits(decoder)
     if largest > _LARGE:  # softmax makes great differences of small ones

@@ -127,6 +127,19 @@ def test_sentencepiece(prefix, squeeze, bos, pieces, tmp_path):
     compare(spm_file(tmp_path / "model.gguf", pieces, change), spaces=True)
 
 
+def test_gemma_takes_runs_of_spaces_and_lines_whole(pieces, tmp_path):
+    """Its files have them as user-defined tokens, and no space before a text."""
+    runs = ["  ", "   ", "    ", "\n\n", "\n\n\n", "\t\t", "<start_of_turn>", "[multimodal]", "<h1>"]
+    texts, kinds = [piece.piece for piece in pieces] + CONTROLS[2:] + runs, [piece.type for piece in pieces] + [3] * 3 + [4] * 9
+
+    def change(writer):
+        writer.add_token_scores([piece.score for piece in pieces] + [-1000.0] * 12)
+        writer.add_add_space_prefix(False)
+
+    mixed = ("a  b   c    d     e", "x\n\ny\n\n\n\nz\t\t\tw", " <h1> a <start_of_turn>user\n  b")
+    compare(file_of(tmp_path / "model.gguf", "llama", texts, kinds, change), (*ALL, *mixed), spaces=True)
+
+
 def test_phi3_tokens_take_the_spaces_behind_them(pieces, tmp_path):
     compare(spm_file(tmp_path / "model.gguf", pieces, lambda writer: writer.add_name("Phi-3 mini")), spaces=True)
 

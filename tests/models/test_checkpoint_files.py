@@ -1,5 +1,6 @@
 """Checkpoint folders: whatever their files and keys, transformers' logits or one clear error."""
 
+import copy
 import json
 
 import numpy as np
@@ -13,6 +14,7 @@ from chunkattn.errors import ModelError
 from chunkattn.models.loader import open_files
 from tests.fuzz.draws import KEYS, LLAMA3
 from tests.fuzz.folders import (
+    CLASSIFIED,
     EMBEDDING,
     FAMILIES,
     HEAD,
@@ -20,6 +22,7 @@ from tests.fuzz.folders import (
     NORM,
     SINGLE,
     TOLERANCE,
+    decoder_keys,
     dense_logits,
     judge,
     tensors_of,
@@ -46,7 +49,7 @@ def model():
         if family not in made:
             made[family] = tensors_of(family)
         tensors, keys = made[family]
-        return {name: value.clone() for name, value in tensors.items()}, dict(keys)
+        return {name: value.clone() for name, value in tensors.items()}, copy.deepcopy(keys)
 
     return get
 
@@ -54,27 +57,40 @@ def model():
 # Keys of the configuration
 
 MIXTURES = "qwen2_moe", "qwen3_moe"
+GEMMA = ("gemma", "gemma3_text", "gemma3")
 REFUSED = {
-    "theta null": "make no rotary embedding",
+    "theta null": {family: "make no rotary embedding" for family in FAMILIES if family != "ministral3"},
     "no number of heads": dict.fromkeys(FAMILIES, "has shape")
-    | dict.fromkeys(("mistral", "gemma"), "num_key_value_heads")
+    | dict.fromkeys(("mistral", "ministral3", *GEMMA, "mistral3"), "num_key_value_heads")
     | dict.fromkeys(MIXTURES, "num_key_value_heads")
     | {"phi3": "tensor 'model.layers.0.self_attn.qkv_proj.weight' has 64 rows, the configuration says 96"},
-    "gelu": dict.fromkeys((family for family in FAMILIES if family != "gemma"), "hidden_act 'gelu' is not supported"),
-    "parameters and scaling": {"phi3": "must be one of ['longrope'], got linear"},
+    "gelu": {family: "hidden_act 'gelu' is not supported" for family in FAMILIES if family not in GEMMA},
+    "parameters and scaling": {"phi3": "must be one of ['longrope'], got linear"}
+    | dict.fromkeys(GEMMA[1:], "cannot be read: 'full_attention'"),
+    "bidirectional": dict.fromkeys(GEMMA, "use_bidirectional_attention"),
+    "a factor of 0": dict.fromkeys(("granite", "granitemoehybrid"), "residual_multiplier must be a positive finite number"),
     "gelu by tanh": dict.fromkeys(MIXTURES, "not supported by experts"),
-    "bidirectional": {"gemma": "use_bidirectional_attention"},
-    "a factor of 0": {"granite": "residual_multiplier must be a positive finite number"},
     "a layer without experts": dict.fromkeys(MIXTURES, "'model.layers.1.mlp.down_proj.weight' and 2 more"),
     "experts in every second layer": dict.fromkeys(MIXTURES, "'model.layers.0.mlp.down_proj.weight' and 2 more"),
     "more experts than there are": dict.fromkeys(MIXTURES, "num_experts_per_tok 7 is more than num_experts 6"),
     "no experts": dict.fromkeys(MIXTURES, "num_experts must be a positive integer, got 0"),
-    "layer types switched off": dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), "need a sliding_window"),
+    "layer types": {"granitemoehybrid": "layer type 'sliding_attention' is not supported by Granite 4"},
+    "layer types switched off": dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), "need a sliding_window")
+    | {"granitemoehybrid": "layer type 'sliding_attention' is not supported by Granite 4"},
+    "window null": dict.fromkeys(GEMMA[1:], "need a sliding_window"),
+    "experts": {"qwen3_moe": "has shape"} | {"granitemoehybrid": "num_local_experts 4: experts are not supported by Granite 4"},
+    "a width of shared experts": {"granitemoehybrid": "has 80 rows, the configuration says 48"},
+    "partial rotary, unscaled": {"ministral3": "partial_rotary_factor"},
+    "partial rotary": {"ministral3": "llama_4_scaling_beta"},
+    "queries that grow": {"phi3": "`rope_parameters`"},
 }
-"""Errors by the name of the case: for every family, or by family."""
-REFUSED |= {
-    case: {"phi3": "`rope_parameters`"} for case in KEYS if case.startswith(("linear", "two", "dynamic", "yarn", "llama3"))
-}
+"""Errors by the name of the case and the family."""
+SCALED = [case for case in KEYS if case.startswith(("linear", "two", "dynamic", "yarn", "llama3"))]
+REFUSED |= {case: {"phi3": "`rope_parameters`", "ministral3": "llama_4_scaling_beta"} for case in SCALED}
+for _case in ("scaling without type", "parameters and scaling"):
+    REFUSED[_case] = REFUSED.get(_case, {}) | {"ministral3": "llama_4_scaling_beta"}
+for _case in (case for case in KEYS if case.startswith(("window switched", "window of", "window nearly", "a pattern"))):
+    REFUSED[_case] = {"granitemoehybrid": "layer type 'linear_attention' is not supported by Granite 4"}
 
 
 @pytest.mark.parametrize("family", ONCE)
@@ -82,12 +98,13 @@ REFUSED |= {
 def test_a_key_means_what_the_family_s_class_makes_of_it(family, case, model, tmp_path):
     tensors, keys = model(family)
     changes = KEYS[case]
+    changed = keys if "architectures" in changes else decoder_keys(keys)
     if "rope_theta" in changes or "rope_scaling" in changes:
-        keys.pop("rope_parameters")
-        keys["rope_theta"] = 10000.0
-    found = judge(write(tmp_path / "model", tensors, keys | changes))
-    refused = REFUSED.get(case, "")
-    refused = refused.get(family, "") if isinstance(refused, dict) else refused
+        changed.pop("rope_parameters")
+        changed["rope_theta"] = 10000.0
+    changed |= changes
+    found = judge(write(tmp_path / "model", tensors, keys))
+    refused = REFUSED.get(case, {}).get(family, "")
     assert refused in found if refused else found == "equal"
 
 
@@ -285,7 +302,7 @@ def test_tied_and_untied_heads(tied, head, prefix, model, tmp_path):
         assert found == "equal"
 
 
-@pytest.mark.parametrize("family", [family for family in ONCE if family.values != ("granite",)])  # which has no classifier
+@pytest.mark.parametrize("family", [family for family in ONCE if family.values[0] in CLASSIFIED])
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("prefix", ["model.", ""])
 def test_classifiers_with_and_without_the_prefix(family, labels, prefix, tmp_path):

@@ -4,8 +4,6 @@ import json
 import tracemalloc
 
 import gguf
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -22,12 +20,13 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
 from chunkattn.models import gguf_metadata
 from chunkattn.models.gguf_file import open_gguf
-from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_files
+from chunkattn.models.loader import DEMO_FOLDER, load_tokenizer, open_files, open_shape
 from chunkattn.parsers.encode import PartEncoder
 from chunkattn.remote.messages import Checkpoint
 from tests import tokenizer_texts
-from tests.checkpoints import random_parts
-from tests.gguf_files import CONFIGS, HALVES, VOCAB, Written
+from tests.checkpoints import force_factors, random_parts
+from tests.fuzz import folders
+from tests.gguf_files import CONFIGS, FAMILIES, HALVES, VOCAB, Written, write
 
 IDS = np.random.default_rng(5).integers(0, VOCAB, 90)
 WRITTEN = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
@@ -40,7 +39,7 @@ def written(tmp_path_factory):
 
     def get(name, kind=Kind.F16):
         if (name, kind) not in made:
-            made[name, kind] = Written(tmp_path_factory.mktemp("gguf") / f"{name}-{kind.name}.gguf", CONFIGS[name], kind)
+            made[name, kind] = write(tmp_path_factory.mktemp("gguf") / f"{name}-{kind.name}.gguf", name, kind)
         return made[name, kind]
 
     return get
@@ -50,19 +49,9 @@ def opened(path, **options):
     return open_files(EngineConfig(model=str(path), **{"dtype": "float32", "skip_tokenizer_init": True, **options}))
 
 
-def dense_logits(path, ids):
+def dense_logits(path, ids, **options):
     """Logits `[T, vocab]` of a file's decoder under plain causal attention: no engine, no compilation of steps."""
-    decoder = opened(path).load()
-    count = len(ids)
-
-    def attend(_, q, k, v):
-        k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
-        scores = jnp.einsum("qhd,khd->hqk", q, k) * q.shape[2] ** -0.5
-        scores = jnp.where(jnp.tril(jnp.ones((count, count), bool)), scores, -jnp.inf)
-        return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores), v)
-
-    with jax.default_matmul_precision("highest"):
-        return np.asarray(decoder.logits(decoder(jnp.asarray(ids), jnp.arange(count), attend)))
+    return folders.dense_logits(opened(path, **options).load(), ids)
 
 
 # Weights
@@ -74,6 +63,76 @@ def test_logits_of_every_family(name, written):
     expected = file.oracle().logits(IDS)
     assert np.std(expected) > 0.1
     np.testing.assert_allclose(dense_logits(file.path, IDS), expected, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_of_files_that_transformers_does_not_read(name, written):
+    """The witness is the model that was written: rows, norms and settings are llama.cpp's, by its converter's rules."""
+    file = written(name, Kind.Q8_0)
+    expected = file.oracle().logits(IDS)
+    assert np.std(expected) > 0.1
+    np.testing.assert_allclose(dense_logits(file.path, IDS), expected, atol=1e-4)
+    spec, _, types = open_shape(EngineConfig(model=str(file.path)))
+    assert {types[name] for name, shape in spec.parameters().items() if len(shape) > 1} == {"Q8_0"}
+
+
+@pytest.mark.parametrize(("length", "used"), [(64, "short"), (256, "long")])
+def test_longrope_of_a_file(length, used, written):
+    """Factors and the factor of attention are those of the model that has the same factors for all lengths."""
+    file = written("phi3-longrope", Kind.F32)
+    expected = force_factors(file.model, used)(torch.as_tensor(IDS)[None]).logits[0].detach().numpy()
+    np.testing.assert_allclose(dense_logits(file.path, IDS, max_model_len=length), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "qwen2",
+            lambda w: w.add_sliding_window(32),
+            r"qwen2.attention.sliding_window 32 is not supported; use the model's saf",
+        ),
+        ("smollm3", lambda w: w.add_sliding_window(32), r"smollm3.attention.sliding_window 32 is not supported"),
+        ("phi3-window", lambda w: w.add_sliding_window_pattern(2), "phi3.attention.sliding_window_pattern is not supported"),
+        ("gemma3", lambda w: w.add_sliding_window_pattern([True] * 3), "sliding_window_pattern has 3 entries for 7 layers"),
+        ("granite", lambda w: w.add_bool("granite.rope.scaling.finetuned", False), "Granite without rotary embedding"),
+        (
+            "mistral3",
+            lambda w: w.add_attn_temperature_scale(0.1),
+            "temperature_scale is set, which needs RoPE scaling of type yarn",
+        ),
+        ("gemma", lambda w: w.add_final_logit_softcapping(30.0), "gemma.final_logit_softcapping is set: soft caps of logits"),
+        (
+            "gemma3",
+            lambda w: w.add_attn_logit_softcapping(50.0),
+            "gemma3.attn_logit_softcapping is set: soft caps of attention",
+        ),
+        ("llama", lambda w: w.add_attn_temperature_scale(0.1), "llama.attention.temperature_scale is set: scores that grow"),
+    ],
+)
+def test_settings_that_a_family_does_not_have(name, change, message, tmp_path):
+    path = write(tmp_path / "model.gguf", name, change=change).path
+    with pytest.raises(ModelError, match=message):
+        opened(path)
+
+
+def test_a_pattern_of_windows(tmp_path):
+    """A period, or a list of the layers with windows."""
+    for pattern, expected in ((3, "wwfwwfw"), ([True, False, True, True, False, False, True], "wfwwffw"), (0, "wwwwwww")):
+        change = lambda writer, pattern=pattern: writer.add_sliding_window_pattern(pattern)  # noqa: E731
+        spec = opened(write(tmp_path / "model.gguf", "gemma3", change=change).path).spec
+        assert "".join("f" if window is None else "w" for window in spec.windows) == expected
+
+
+def test_a_file_of_one_set_of_factors(tmp_path):
+    for name, message in (
+        ("long", "tensor 'rope_factors_long.weight' is missing"),
+        ("short", r"shape \[7\], the metadata say"),
+    ):
+        tensors = {f"rope_factors_{name}.weight": None if name == "long" else np.ones(7, np.float32)}
+        path = write(tmp_path / "model.gguf", "phi3-longrope", tensors=tensors).path
+        with pytest.raises(ModelError, match=message):
+            opened(path)
 
 
 @pytest.mark.parametrize("kind", [*WRITTEN, *HALVES], ids=lambda kind: kind.name)
@@ -294,7 +353,6 @@ def refused(tmp_path, message, name="llama", **options):
     ("change", "message"),
     [
         (lambda w: w.add_expert_count(4), "llama.expert_count is set: mixture-of-experts models are not supported"),
-        (lambda w: w.add_sliding_window(32), r"a sliding window \(32 tokens\)"),
         (lambda w: w.add_type("adapter"), "general.type 'adapter'"),
         (lambda w: w.add_causal_attention(False), "bidirectional"),
         (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "RoPE scaling 'longrope'"),
@@ -303,7 +361,7 @@ def refused(tmp_path, message, name="llama", **options):
         (lambda w: w.add_string("llama.logit_scale", "x"), "'llama.logit_scale' has the wrong type, str"),
         (lambda w: w.kv_data[0]["llama.embedding_length"].__setattr__("value", 258), "describe no valid llama model"),
     ],
-    ids=["experts", "window", "adapter", "bidirectional", "longrope", "yarn", "head", "type", "width"],
+    ids=["experts", "adapter", "bidirectional", "longrope", "yarn", "head", "type", "width"],
 )
 def test_unsupported_metadata(change, message, tmp_path):
     refused(tmp_path, message, change=change)
@@ -411,7 +469,9 @@ def test_an_unsupported_architecture(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelError, match=r"GGUF architecture 'mamba' is not supported; supported are llama, qwen2, qwen3"):
+    with pytest.raises(
+        ModelError, match=r"GGUF architecture 'mamba' is not supported; supported are llama, mistral3, qwen2, q"
+    ):
         opened(tmp_path / "model.gguf")
 
 

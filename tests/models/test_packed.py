@@ -27,7 +27,7 @@ from chunkattn.models.packing import Packing
 from chunkattn.models.shards import Shards
 from chunkattn.models.weights import save_weights
 from tests.fuzz.folders import dense_logits
-from tests.gguf_files import CONFIGS, Written
+from tests.gguf_files import CONFIGS, Written, write
 
 pytestmark = pytest.mark.skipif(library.refusal() is not None, reason="no native library")
 
@@ -55,7 +55,7 @@ def written(tmp_path_factory):
     def get(kind, name="llama-tied"):
         if (kind, name) not in made:
             path = tmp_path_factory.mktemp("packed") / f"{name}-{kind.name}.gguf"
-            made[kind, name] = Written(path, CONFIGS[name], kind)
+            made[kind, name] = write(path, name, kind)
         return made[kind, name]
 
     return get
@@ -86,12 +86,14 @@ def test_logits_of_every_format(kind, written):
     decoder = load(file.path)
     assert {*formats(decoder).values()} == {kind.name}
     assert len(formats(decoder)) == 1 + 2 * 7
-    np.testing.assert_allclose(dense_logits(decoder, IDS), expected, atol=1e-3)
+    np.testing.assert_allclose(dense_logits(decoder, IDS), expected, atol=2e-3)
     coarse = np.abs(dense_logits(load(file.path, Packing(digits=1)), IDS) - expected)
     assert 1e-3 < coarse.mean() < 0.1
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen2", "qwen3", "qwen3moe"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-bias", "qwen2", "qwen3", "qwen3moe", "gemma3", "granite", "olmo2", "phi3", "ministral3"]
+)
 def test_logits_of_every_family(name, written):
     file = written(Kind.Q8_0, name)
     np.testing.assert_allclose(dense_logits(load(file.path), IDS), file.oracle().logits(IDS), atol=1e-3)

@@ -3,7 +3,7 @@
 import pytest
 
 from chunkattn.models.packing import forms_of
-from tests.checkpoints import CHECKPOINTS
+from tests.checkpoints import DIVISIBLE
 from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, Answers
 
 SIZES = (2, 4, 8)
@@ -22,7 +22,7 @@ IN_CI = [
 """Every family, kind of bias and kind of window, over both backends and all numbers of devices."""
 OTHERS = [
     (name, backend, size)
-    for name in CHECKPOINTS
+    for name in DIVISIBLE
     for backend in ("cpu", "xla")
     for size in SIZES
     if (name, backend, size) not in IN_CI
