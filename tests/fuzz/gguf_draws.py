@@ -101,6 +101,8 @@ def judge(path, seed):
     chosen = [[*table][rng.integers(len(table))] for _ in range(1 if wrong else rng.integers(0, 3))]
     if name in ("llama-linear", "llama-yarn"):
         chosen = [case for case in chosen if case != "scaling none"]
+    if name == "qwen3moe":
+        chosen = [case for case in chosen if case != "no experts"]
     damage = ("none", "nan", "absent", "foreign")[rng.choice(4, p=[0.85, 0.05, 0.05, 0.05])]
     norm = f"blk.{rng.integers(config.num_hidden_layers)}.attn_norm.weight"
     tensors = {
