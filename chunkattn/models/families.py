@@ -104,7 +104,7 @@ def _granite_hybrid(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
 
     def change(layer: LayerSpec) -> LayerSpec:
         mixer = layer.mixer if rotates else replace(layer.mixer, rotary=None)
-        return replace(layer, mixer=mixer, feed_forward=replace(layer.feed_forward, size=width))
+        return replace(layer, mixer=mixer, feed_forward=layer.feed_forward and replace(layer.feed_forward, size=width))
 
     return replace(_granite(config, spec.map(change)), fused=_SHARED_MLP)
 
