@@ -144,19 +144,20 @@ class Step:
     """Number of layers to compile; all by default. The pool keeps the pages of the whole model."""
 
 
-def decoder(model: str, layers: int | None = None) -> Decoder:
+def decoder(model: str, layers: int | None = None, platform: str = "cpu") -> Decoder:
     """Return a model without its weights' values.
 
     Args:
         model: name in `MODELS`.
         layers: number of layers; None for all.
+        platform: platform that the weights are stored for.
     """
     config = deepcopy(MODELS[model])
     if layers is not None:
         config.num_hidden_layers = layers
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
-    spec = spec_from_config(config)
+    spec = spec_from_config(config).stored_for(platform)
     dtype = jnp.dtype("bfloat16")
     return Decoder(spec, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in spec.parameters().items()}, dtype)
 

@@ -3,12 +3,12 @@
     make test-gpu    # installs JAX and the CUDA compilers into .cache/gpu-env
     .cache/gpu-env/bin/python -m benchmarks.gpu_aot [--quick] [--only kernels] [--layers N] [--grid] [--json FILE|-]
 
-The command compiles one layer's call of the kernels in the main settings, JAX's own `attention_mgpu` for comparison, and
-whole steps of Qwen3-0.6B and Llama-3-8B, and of Llama-3-8B and 70B shared by GPUs. It prints registers, spilled bytes and
-shared memory of every kernel, and the instructions that a warp issues per tile of 64 rows and 128 slots: without a mask, with
-one, and in the producer. Steps are compared with the memory that JAX takes of the card's 80 GB. `--quick` compiles the common
-settings and steps of two layers; `--grid` compiles every supported head_dim, page size and dtype instead. Counts are the
-compiler's; nothing is timed.
+The command compiles one layer's call of the kernels in the main settings, JAX's own `attention_mgpu` for comparison, a layer of
+experts, and whole steps of Qwen3-0.6B and Llama-3-8B, and of Llama-3-8B and 70B shared by GPUs. It prints registers, spilled
+bytes and shared memory of every kernel, and the instructions that a warp issues per tile of 64 rows and 128 slots: without a
+mask, with one, and in the producer. Steps are compared with the memory that JAX takes of the card's 80 GB. `--quick` compiles
+the common settings and steps of two layers; `--grid` compiles every supported head_dim, page size and dtype instead. Counts
+are the compiler's; nothing is timed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.nvidia import hopper
 
-PARTS = "kernels", "peers", "steps"
+PARTS = "kernels", "peers", "steps", "experts"
 HEAD_DIMS = 64, 128, 256
 _DUMPS: Path | None = None
 
@@ -39,10 +39,13 @@ def _watch_kernels() -> None:
 
 
 def _compile(case: Any) -> dict[str, Any]:
+    from benchmarks import experts_aot
     from benchmarks.nvidia import attention, peer, step
 
     if isinstance(case, step.GpuStep):
         return step.compile_step(case)
+    if isinstance(case, experts_aot.ExpertsCase):
+        return experts_aot.compile_experts(case, hopper.sharding(), inputs_first=False)
     assert _DUMPS is not None
     if isinstance(case, attention.Case):
         return attention.compile_case(case, _DUMPS)
@@ -71,6 +74,8 @@ def describe(result: dict[str, Any]) -> list[str]:
         name += ", chunks weighed" if result["weighs"] else ""
         name += ", batch invariant" if result["batch_invariant"] else ""
         name += ", K/V in FP8" if result["kv_dtype"] else ""
+    elif result["kind"] == "experts":
+        name = f"{result['rows']} rows of a layer of experts of {result['experts_mib']} MiB"
     else:
         name = f"head_dim {result['head_dim']}, {result['stages']} stages"
     line = f"{result['kind']:15} {name}: "
@@ -79,6 +84,8 @@ def describe(result: dict[str, Any]) -> list[str]:
     line += f"{result['seconds']} s, memory {result['hbm_mib']:.0f} MiB, {result['temporary_mib']:g} of them temporary"
     if result["kind"] == "step":
         return [line + f", of {result['hbm_limit_mib']}: {'fits' if result['fits'] else 'DOES NOT FIT'}"]
+    if result["kind"] == "experts":
+        return [line]
     lines = [line, *(_describe_kernel(name, kernel) for name, kernel in result["kernels"].items())]
     if "decode_copy_cycles" in result:
         lines[-1] += f"; {result['decode_copy_cycles']} cycles pass while these slots come from memory"
@@ -124,18 +131,20 @@ def main() -> None:
         hopper.prepare()
     except hopper.NoCompiler as error:
         sys.exit(str(error))
+    from benchmarks import experts_aot
     from benchmarks.nvidia import attention, peer, step
 
     parts: dict[str, Iterable[Any]] = {
         "kernels": islice(attention.cases(), 4) if args.quick else attention.cases(),
         "peers": (case for head_dim in ((128,) if args.quick else HEAD_DIMS) for case in peer.peers(head_dim)),
         "steps": step.steps(args.layers or (2 if args.quick else None)),
+        "experts": experts_aot.cases("h100"),
     }
     if args.grid:
         parts = {"kernels": attention.grid()}
     chosen = [part for part in parts if part in (args.only or PARTS)]
-    kernels = [case for part in chosen if part != "steps" for case in parts[part]]
-    steps = list(parts["steps"]) if "steps" in chosen else []
+    kernels = [case for part in chosen if part not in ("steps", "experts") for case in parts[part]]
+    steps = [case for part in chosen if part in ("steps", "experts") for case in parts[part]]
     results = []
     for result in compile_all(kernels, steps):
         results.append(result)

@@ -5,10 +5,10 @@
         [--json FILE|-]
 
 The command compiles for each chip: one layer's call of the kernels in the main settings, with the static schedule of their
-inner loops; JAX's splash attention (with an equal mask) and ragged paged attention for comparison; and whole steps of
-Qwen3-0.6B and, where it fits, Llama-3-8B. Failed compilations report the reason. `--quick` is the common case on v6e, in a
-few seconds; `--grid` compiles every supported head_dim, page size and dtype instead. Shares are estimates from bundles;
-they are not measured on a chip.
+inner loops; JAX's splash attention (with an equal mask) and ragged paged attention for comparison; whole steps of Qwen3-0.6B
+and, where it fits, Llama-3-8B; and a layer of experts. Failed compilations report the reason. `--quick` is the common case on
+v6e, in a few seconds; `--grid` compiles every supported head_dim, page size and dtype instead. Shares are estimates from
+bundles; they are not measured on a chip.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.tpu  # noqa: F401  sets libtpu's environment
+from benchmarks import experts_aot
 from benchmarks.tpu import attention, peers, step
 from benchmarks.tpu.chips import CHIPS
 from benchmarks.tpu.schedule import dump_schedules
 
-PARTS = "kernels", "peers", "steps"
+PARTS = "kernels", "peers", "steps", "experts"
 _SCHEDULES: Path | None = None
 
 
@@ -40,6 +41,8 @@ def _want_schedules() -> None:
 def _compile(case: Any) -> dict[str, Any]:
     if isinstance(case, step.Step):
         return step.compile_step(case)
+    if isinstance(case, experts_aot.ExpertsCase):
+        return experts_aot.compile_experts(case, CHIPS[case.chip].sharding(), inputs_first=True)
     if isinstance(case, attention.Case):
         return attention.compile_case(case, _SCHEDULES)
     assert _SCHEDULES is not None
@@ -69,6 +72,8 @@ def describe(result: dict[str, Any]) -> str:
         name += f", window {result['window']}" if result["window"] else ""
         name += ", chunks weighed" if result["weighs"] else ""
         name += ", batch invariant" if result["batch_invariant"] else ""
+    elif result["kind"] == "experts":
+        name = f"{result['rows']} rows of a layer of experts of {result['experts_mib']} MiB"
     elif result["kind"] == "splash":
         name = f"head_dim {result['head_dim']}, tile {result['rows']} x {result['slots']} by {result['compute']}"
     else:
@@ -80,6 +85,8 @@ def describe(result: dict[str, Any]) -> str:
     line += f"{result['seconds']} s, HBM {result['hbm_mib']:.0f} MiB, {result['temporary_mib']:g} of them temporary"
     if result["kind"] == "step":
         return line + f", of {result['hbm_limit_mib']}: {'fits' if result['fits'] else 'DOES NOT FIT'}"
+    if result["kind"] == "experts":
+        return line
     line += f", VMEM {max(result['vmem_mib'].values(), default=0):g} MiB"
     if scalar := result.get("smem_kib"):
         line += f", SMEM {max(scalar.values()):g} KiB"
@@ -136,9 +143,10 @@ def main() -> None:
                 "kernels": attention.cases(chip),
                 "peers": (peer for head_dim in (64, 128, 256) for peer in peers.peers(chip, head_dim)),
                 "steps": step.steps(chip, args.layers),
+                "experts": experts_aot.cases(chip),
             }
             for part in args.only or PARTS:
-                (plain if part == "steps" else calls).extend(parts[part])
+                (plain if part in ("steps", "experts") else calls).extend(parts[part])
     results = []
     for result in compile_all(calls, plain):
         results.append(result)
@@ -151,7 +159,9 @@ def main() -> None:
             Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if unread := {result["unread"] for result in results if "unread" in result}:
         sys.exit("\n".join(sorted(unread)))
-    ours = [result for result in results if result["kind"] in ("attention", "step")]  # a peer's tiles may be too large
+    ours = [
+        result for result in results if result["kind"] in ("attention", "step", "experts")
+    ]  # a peer's tiles may be too large
     sys.exit(not all(result["compiled"] and result.get("fits", True) for result in ours))
 
 

@@ -22,7 +22,9 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -92,6 +94,21 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "qwen2-window": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=9, max_window_layers=1),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "qwen2-moe": Qwen2MoeConfig(
+        **_SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    ),
+    "qwen3-moe": Qwen3MoeConfig(
+        **_SHAPE,
+        head_dim=32,
+        num_experts=7,  # no row of the tests has two experts at the edge whose logits are closer than 1e-4
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        norm_topk_prob=True,
+        mlp_only_layers=[1],
+    ),
+    "qwen3-moe-raw": Qwen3MoeConfig(
+        **_SHAPE, head_dim=32, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=40, decoder_sparse_step=2
+    ),
     "gemma": GemmaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=True),
     "gemma3-window": _GEMMA3,
     "gemma3-nested-window": Gemma3Config(

@@ -5,7 +5,7 @@ import math
 import gguf
 import numpy as np
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3", "granitemoehybrid": "granite"}
+ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3", "granitemoehybrid": "granite", "qwen3_moe": "qwen3moe"}
 """`general.architecture` by `model_type`, where they differ. Files of Mistral say `llama` or `mistral3`."""
 _INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
 
@@ -32,7 +32,11 @@ def write_metadata(writer, config, architecture):
         writer.add_rope_freq_base(full["rope_theta"])
     if architecture not in ("gemma", "gemma3", "olmo2"):
         writer.add_rope_dimension_count(int(full.get("partial_rotary_factor", 1.0) * head_dim))
-    if architecture in ("qwen3", "gemma", "gemma3", "mistral3"):
+    if architecture == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if architecture in ("qwen3", "qwen3moe", "gemma", "gemma3", "mistral3"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     _write_scaling(writer, full, architecture, config.max_position_embeddings)
@@ -69,6 +73,8 @@ def _write_scaling(writer, rope, architecture, context):
 
 def stored_modules(names, module, config):
     """Names of the tensors that the converter makes of a module, whose rows they share equally."""
+    if module.endswith("experts.gate_up_proj"):
+        return [names.get_name(module.replace("gate_up", part)) for part in ("gate", "up")]
     if module.endswith("shared_mlp.input_linear"):
         block = f"blk.{module.split('.')[2]}"
         return [f"{block}.ffn_gate", f"{block}.ffn_up"]

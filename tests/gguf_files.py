@@ -19,6 +19,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
     modeling_utils,
 )
@@ -71,6 +72,9 @@ CONFIGS = {
     ),
     "qwen2": Qwen2Config(**_SHAPE, tie_word_embeddings=True),
     "qwen3": Qwen3Config(**_SHAPE, head_dim=32, tie_word_embeddings=True),
+    "qwen3moe": Qwen3MoeConfig(
+        **_SHAPE, head_dim=64, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=256, norm_topk_prob=True
+    ),
 }
 _FACTORS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.6, "logits_scaling": 1.7}
 _LONGROPE = {
@@ -195,13 +199,14 @@ class Written:
         written = {}
         for name, parameter in self.model.named_parameters():
             module, _, leaf = name.rpartition(".")
-            stored = converter.stored_modules(names, module, config)
+            stored = converter.stored_modules(names, name if parameter.ndim > 2 else module, config)
             rows, of = self._stored(f"{stored[0]}.{leaf}", parameter)
             rows = converter.stored_rows(module, rows, config, architecture)
             if name.endswith("norm.weight"):
                 rows = rows + np.float32(converter.norm_shift(architecture))
-            for place, part in zip(stored, np.split(rows, len(stored)), strict=True):
-                written[f"{place}.{leaf}"] = part, of
+            leaf = leaf if rows.ndim < 3 else "weight"
+            for place, part in zip(stored, np.split(rows, len(stored), axis=max(0, rows.ndim - 2)), strict=True):
+                written[f"{place}.{leaf}"] = np.ascontiguousarray(part), of
         written |= {name: (value, None) for name, value in converter.rope_tensors(config).items()}
         for name, value in (tensors or {}).items():
             written[name] = (value, None) if value is None or value.ndim == 1 else self._encoded(name, value)
@@ -226,7 +231,12 @@ class Written:
 
     def _encoded(self, name, value):
         of = self._kinds.get(name.removesuffix(".weight").split(".")[-1], self.kind)
-        return (random_blocks(self._rng, value.shape, of) if of in HALVES else gguf.quants.quantize(value, of)), of
+        if "ffn_gate_inp" in name:  # llama.cpp quantises no router
+            of = Kind.F32
+        if of not in HALVES:
+            return gguf.quants.quantize(value, of), of
+        blocks = random_blocks(self._rng, (value.size // value.shape[-1], value.shape[-1]), of)
+        return blocks.reshape(*value.shape[:-1], -1), of
 
     def oracle(self):
         """transformers: its own loading of the file where it reads the architecture, else the model that was written."""

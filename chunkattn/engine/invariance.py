@@ -17,15 +17,17 @@ from chunkattn.backends.cpu import label_readout
 from chunkattn.backends.cpu import packed as native
 from chunkattn.engine.sampling import READ_BUCKETS, SAMPLE_BUCKETS, normalised
 from chunkattn.errors import ConfigError
+from chunkattn.models.experts import mix, route
 from chunkattn.models.linear import multiply, sums
 from chunkattn.models.packed import Packed, Weight
-from chunkattn.models.spec import DecoderSpec
+from chunkattn.models.spec import DecoderSpec, Experts
 
 logger = logging.getLogger(__name__)
 
 _OUTPUTS, _PACKED_DEPTH = 80, 1280
 _BLOCK_ROWS = tuple(sorted({*READ_BUCKETS, *SAMPLE_BUCKETS}))
 _ROWS = tuple(sorted({2, 3, 7, *_BLOCK_ROWS, 300, 1024}))
+_EXPERTS, _MIXED_ROWS = Experts(count=5, used=2, size=64), (1, 7, 300, 1024)
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ class Invariance:
                 "on a CPU, or leave the option out"
             )
         packed = {(weight.format, weight.digits) for weight in weights if isinstance(weight, Packed)}
-        depth = max(model.hidden_size, *(layer.feed_forward.size for layer in model.layers))
-        agree = rows_agree(dtype, depth, model.vocab_size, tuple(sorted(packed)))
+        depth = max(model.hidden_size, *(width for layer in model.layers for width in layer.columns))
+        has_experts = any(layer.experts is not None for layer in model.layers)
+        agree = rows_agree(dtype, depth, model.vocab_size, tuple(sorted(packed)), has_experts)
         if option is None and not agree:
             logger.warning(
                 "the bits of results depend on what else is computed, because XLA's sums follow the number of rows on this "
@@ -92,7 +95,9 @@ def _random_packed(rng: np.random.Generator, form: str, digits: int) -> Packed:
 
 
 @cache
-def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int, packed: tuple[tuple[str, int], ...] = ()) -> bool:
+def rows_agree(
+    dtype: jnp.dtype, depth: int, vocab_size: int, packed: tuple[tuple[str, int], ...] = (), has_experts: bool = False
+) -> bool:
     """Return whether products and sums of rows have one order of additions for any number of rows.
 
     The test compares the same rows in products and sums of several sizes, bit by bit.
@@ -102,6 +107,7 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int, packed: tuple[tupl
         depth: depth of the products.
         vocab_size: length of the rows that readouts add up.
         packed: format and digits of packed products.
+        has_experts: whether products of groups are computed, too.
     """
     rng = np.random.default_rng(0)
     x = rng.random((_ROWS[-1], depth), np.float32) - 0.5
@@ -117,6 +123,15 @@ def rows_agree(dtype: jnp.dtype, depth: int, vocab_size: int, packed: tuple[tupl
         probes.append(
             (jax.jit(lambda x, *matrices: tuple(multiply(x, matrix) for matrix in matrices)), (rows, *matrices), _ROWS)
         )
+    if has_experts:
+        inward, outward = (_EXPERTS.count, _EXPERTS.size, depth), (_EXPERTS.count, _OUTPUTS, _EXPERTS.size)
+        shapes = (_EXPERTS.count, depth), inward, inward, outward
+        weights = [jnp.asarray(rng.random(shape, np.float32) - 0.5, dtype) for shape in shapes]
+
+        def mixture(x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array]:
+            return (mix(x, *route(multiply(x, router), _EXPERTS), gate, up, down, _EXPERTS, dtype),)
+
+        probes.append((jax.jit(mixture), (x, *weights), _MIXED_ROWS))
     if label_readout.serves(weight):
         read = jax.jit(lambda x, weight: label_readout.read_labels(x, weight, jnp.zeros((len(x), 1), jnp.int32)))
         probes.append((read, (x, weight), _ROWS))

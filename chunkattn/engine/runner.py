@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import itemgetter
@@ -52,7 +51,6 @@ from chunkattn.engine.step_sizes import bucket_for
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.packed import Packed, Weight, unpacked
 from chunkattn.models.shards import WHOLE
-from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD
 
 Program = Callable[[], Any]
 """Call that runs one compiled program, or a few small ones, on zeros, and returns its values."""
@@ -157,9 +155,7 @@ class Runner:
     @property
     def row_flops(self) -> float:
         """Return the floating-point operations of the layers' matrices per row and device, without the head."""
-        shapes, heads = self.spec.parameters(), (EMBEDDING, HEAD, CLASSES)
-        matrices = [shape for name, shape in shapes.items() if len(shape) == 2 and name not in heads]
-        return 2.0 * sum(map(math.prod, matrices)) / self.shards.size
+        return 2.0 * sum(layer.row_products(self.spec.hidden_size) for layer in self.spec.layers) / self.shards.size
 
     @property
     def pair_flops(self) -> float:

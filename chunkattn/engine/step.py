@@ -12,6 +12,7 @@ from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatc
 from chunkattn.engine.rates import tile_area
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.step_sizes import bucket_for, buckets
+from chunkattn.rope.positions import PADDING
 
 
 class Span(NamedTuple):
@@ -152,8 +153,9 @@ class StepBuilder:
         return StepArrays(token_ids, positions, self.backends[backend].build_metadata(attention), backend)
 
     def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
-        """Return the token ids, positions and attention batch of a step, all zero except the page lengths."""
-        token_ids, positions, row_seq, row_slot, row_start = np.zeros((5, rows), np.int32)
+        """Return the token ids, positions and attention batch of a step, all zero except page lengths and positions."""
+        token_ids, row_seq, row_slot, row_start = np.zeros((4, rows), np.int32)
+        positions = np.full(rows, PADDING, np.int32)
         spans = min(self.max_spans, rows)  # a span has a row at least
         prefix_end, block_tables = np.zeros(spans, np.int32), np.zeros((spans, width), np.int32)
         page_len = np.full((spans, width), self.block_size, np.int32)

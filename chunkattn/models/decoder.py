@@ -15,10 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import HeadInputs
+from chunkattn.models.experts import mix, route
 from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
 from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import CLASSES, EMBEDDING, HEAD, Attention, DecoderSpec, LayerSpec, Mlp, QueryGrowth
+from chunkattn.models.spec import (
+    CLASSES,
+    EMBEDDING,
+    EXPERTS,
+    HEAD,
+    Attention,
+    DecoderSpec,
+    Experts,
+    LayerSpec,
+    Mlp,
+    QueryGrowth,
+)
+from chunkattn.rope.positions import PADDING
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
 
 Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
@@ -64,7 +77,7 @@ class Decoder:
 
         Args:
             token_ids: int32 `[T]` token ids.
-            positions: int32 `[T]` position ids.
+            positions: int32 `[T]` position ids; `PADDING` for a row without a token, whose result has no meaning.
             attend: attention callback, called once per layer, in order.
             attend_inputs: callback to call instead, or None.
         """
@@ -77,8 +90,8 @@ class Decoder:
             x = x * jnp.asarray(self.spec.embedding_scale, self.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.spec.layers):
             name, norms, rotary = f"model.layers.{index}.", layer.norms, tables[layer.mixer.rotary]
-            attention, mlp = f"{name}self_attn.", f"{name}mlp."
-            x, normed = self._add_norm(x, added, name, norms.before_mixer, [f"{attention}{part}_proj" for part in "qkv"])
+            attention = f"{name}self_attn."
+            x, normed = self._add_norm(x, added, name, norms.before_mixer, [f"self_attn.{part}_proj.weight" for part in "qkv"])
             q, k, v = self._heads(layer.mixer, normed, attention)
             if attend_inputs is not None and rotary is not None and layer.mixer.is_plain:
                 scales = self._scales(layer.mixer, attention)
@@ -87,9 +100,10 @@ class Decoder:
                 out = attend(index, *self._prepared(layer.mixer, attention, q, k, v, rotary, growths[layer.mixer.growth]))
             out = self._linear(out.reshape(len(x), -1), f"{attention}o_proj", self.shards.total)
             added = self._after(layer, out, name, norms.after_mixer)
-            readers = [f"{mlp}{part}_proj" for part in _GATES]
+            readers = [reader for part in layer.feed_forwards for reader in part.readers]
             x, normed = self._add_norm(x, added, name, norms.before_feed_forward, readers)
-            added = self._after(layer, self._mlp(layer.feed_forward, normed, mlp), name, norms.after_feed_forward)
+            out = self._feed_forward(layer, normed, f"{name}mlp.", positions != PADDING)
+            added = self._after(layer, out, name, norms.after_feed_forward)
         return self._add_norm(x, added, "model.", "norm", [])[1]
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -148,14 +162,41 @@ class Decoder:
         table = jnp.asarray(1 + np.float32(growth.beta) * np.log(1 + steps))
         return jnp.take(table, positions // growth.period, mode="clip")[:, None, None]
 
-    def _mlp(self, spec: Mlp, x: jax.Array, name: str) -> jax.Array:
-        """Return the output of a gated MLP (arXiv:2002.05202), float32 `[T, hidden]`, from an input `[T, hidden]`."""
+    def _feed_forward(self, layer: LayerSpec, x: jax.Array, name: str, is_used: jax.Array) -> jax.Array:
+        """Return the output of a layer's feed-forward, float32 `[T, hidden]`, from an input `[T, hidden]`.
+
+        Args:
+            layer: shape of the layer.
+            x: normalised rows.
+            name: beginning of the names of the feed-forward's parameters.
+            is_used: bool `[T]`, whether a row has a token. Other rows have no experts.
+        """
+        parts = [] if layer.feed_forward is None else [self._mlp(layer.feed_forward, x, name, self.shards.total)]
+        if layer.experts is not None:
+            parts.append(self._experts(layer.experts, x, name, is_used))
+        return sum(parts[1:], parts[0])
+
+    def _experts(self, spec: Experts, x: jax.Array, name: str, is_used: jax.Array) -> jax.Array:
+        """Return the output of a layer's experts; see `_feed_forward`."""
+        chosen, factors = route(multiply(x, self.weights[f"{name}gate.weight"]), spec)
+        gate, up, down = (self.weights[f"{name}{EXPERTS}.{part}_proj.{spec.leaf}"] for part in ("gate", "up", "down"))
+        chosen = jnp.where(is_used[:, None], chosen, spec.count)
+        out = mix(x, chosen, factors, gate, up, down, spec, self.dtype)
+        if spec.shared is not None:
+            shared = self._mlp(spec.shared, x, f"{name}shared_expert.", lambda y: y)
+            if spec.gates_shared:
+                shared = shared * jax.nn.sigmoid(multiply(x, self.weights[f"{name}shared_expert_gate.weight"]))
+            out = out + shared
+        return self.shards.total(out)
+
+    def _mlp(self, spec: Mlp, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """Return the output of a gated MLP (arXiv:2002.05202); see `_feed_forward` and `_linear`."""
         gate, up = self._several(x, [f"{name}{part}_proj" for part in _GATES])
         if spec.activation == "silu":
-            product = gated(gate, up, self._dtype_into([f"{name}down_proj"]))
+            product = gated(gate, up, self._dtype_into([f"{name}down_proj.weight"]))
         else:
             product = jax.nn.gelu(gate, approximate=True) * up
-        return self._linear(product, f"{name}down_proj", self.shards.total)
+        return self._linear(product, f"{name}down_proj", total)
 
     def _several(self, x: jax.Array, names: Sequence[str]) -> list[jax.Array]:
         """Return float32 `[N, out]` for each name, from one input `[N, in]`."""
@@ -172,8 +213,8 @@ class Decoder:
         return y if bias is None else y + unpacked(bias).astype(jnp.float32)
 
     def _dtype_into(self, names: Sequence[str]) -> jnp.dtype:
-        """Return the dtype of rows that modules multiply; float32 if there is no module."""
-        return rows_dtype([self.weights[f"{name}.weight"] for name in names], self.dtype if names else jnp.dtype("float32"))
+        """Return the dtype of rows that parameters multiply; float32 if there is no parameter."""
+        return rows_dtype([self.weights[name] for name in names], self.dtype if names else jnp.dtype("float32"))
 
     def _scale(self, name: str) -> jax.Array:
         """Return the factors of a norm."""
@@ -195,7 +236,8 @@ class Decoder:
         if norm is None:
             x = x if added is None else x + added
             return x, x
-        scale, epsilon, dtype = self._scale(f"{name}{norm}"), self.spec.norm_eps, self._dtype_into(readers)
+        dtype = self._dtype_into([f"{name}{reader}" for reader in readers])
+        scale, epsilon = self._scale(f"{name}{norm}"), self.spec.norm_eps
         return (x, rms_norm(x, scale, epsilon, dtype)) if added is None else add_rms_norm(x, added, scale, epsilon, dtype)
 
 
@@ -207,13 +249,17 @@ def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decode
         dtype: dtype of the parameters.
         seed: seed of the matrices.
     """
+    spec = spec.stored_for(jax.default_backend())
     key, numbers, weights = jax.random.key(seed), count(), dict[str, Weight]()
     embedding = jax.nn.initializers.normal(spec.hidden_size**-0.5)
     linear = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=0)
+    experts = jax.nn.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
+    transposed = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
     for name, shape in spec.parameters().items():
         if len(shape) == 1:
             weights[name] = jnp.full(shape, 0 if name.endswith(".bias") else 1, dtype)
         else:
-            draw = embedding if name == EMBEDDING else linear
+            draw = embedding if name == EMBEDDING else linear if len(shape) == 2 else experts
+            draw = transposed if name.endswith(".transposed") else draw
             weights[name] = draw(jax.random.fold_in(key, next(numbers)), shape, dtype)
     return Decoder(spec, weights, dtype)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from chunkattn.errors import ModelError
-from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, Fused, LayerSpec, Mlp, QueryGrowth
+from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, Experts, Fused, LayerSpec, Mlp, QueryGrowth
 from chunkattn.rope.rotary import make_rotary
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _granite_hybrid(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
 
     def change(layer: LayerSpec) -> LayerSpec:
         mixer = layer.mixer if rotates else replace(layer.mixer, rotary=None)
-        return replace(layer, mixer=mixer, feed_forward=replace(layer.feed_forward, size=width))
+        return replace(layer, mixer=mixer, feed_forward=layer.feed_forward and replace(layer.feed_forward, size=width))
 
     return replace(_granite(config, spec.map(change)), fused=_SHARED_MLP)
 
@@ -131,6 +131,42 @@ def _phi3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     return replace(spec, fused=_FUSED_PROJECTIONS)
 
 
+def _experts(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Put experts in place of the MLP of every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
+    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
+    for name in names:
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise _wrong(f"{name} must be a positive integer, got {value!r}")
+    count, used, size, step = (getattr(config, name) for name in names)
+    if used > count:
+        raise _wrong(f"num_experts_per_tok {used} is more than num_experts {count}")
+    dense = config.mlp_only_layers
+    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < spec.num_layers for layer in dense):
+        raise _wrong(f"mlp_only_layers must be a list of layers below {spec.num_layers}, got {dense!r}")
+    if (activation := _activation(config)) not in ("silu", "swish"):
+        raise _wrong(f"hidden_act {activation!r} is not supported by experts; only silu is")
+    experts = Experts(count, used, size, is_normalised=bool(config.norm_topk_prob))
+    layers = (
+        layer if index in dense or (index + 1) % step else replace(layer, feed_forward=None, experts=experts)
+        for index, layer in enumerate(spec.layers)
+    )
+    return replace(spec, layers=tuple(layers))
+
+
+def _qwen2_moe(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Put experts in place of MLPs as `_experts` does, each layer with an MLP of all rows beside them, which has a gate."""
+    shared, biases = config.shared_expert_intermediate_size, bool(config.qkv_bias)
+    if not isinstance(shared, int) or isinstance(shared, bool) or shared < 1:
+        raise _wrong(f"shared_expert_intermediate_size must be a positive integer, got {shared!r}")
+
+    def change(layer: LayerSpec) -> LayerSpec:
+        experts = layer.experts and replace(layer.experts, shared=Mlp(shared), gates_shared=True)
+        return replace(layer, mixer=replace(layer.mixer, qkv_bias=biases), experts=experts)
+
+    return _experts(config, spec).map(change)
+
+
 def _smollm3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     """Let the layers without rotary embedding see no positions."""
     rotates = config.no_rope_layers
@@ -151,6 +187,8 @@ FAMILIES = {
     "ministral3": Family("Ministral 3", ("Ministral3",), False, False, False, None, "all", deltas=_ministral3),
     "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, None, "layer_types"),
     "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, "head", "layer_types"),
+    "qwen2_moe": Family("Qwen2 MoE", ("Qwen2Moe",), None, False, False, None, "layer_types", deltas=_qwen2_moe),
+    "qwen3_moe": Family("Qwen3 MoE", ("Qwen3Moe",), None, None, False, "head", "all", deltas=_experts),
     "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
     "gemma3_text": Family("Gemma 3", ("Gemma3", "Gemma3Text"), None, None, False, "head", "layer_types", deltas=_gemma3),
     "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),

@@ -11,18 +11,21 @@ from chunkattn.errors import ModelError
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.safetensors_folder import SafetensorsFolder
 from chunkattn.models.spec import DecoderSpec
+from chunkattn.models.stacked import StackedExperts
 
 Source = SafetensorsFolder | GGUFTensors
 """Tensors of a checkpoint by the names of Hugging Face checkpoints."""
 
 
-def split_tensors(source: Source, spec: DecoderSpec) -> Source | SplitTensors:
+def split_tensors(source: Source, spec: DecoderSpec) -> Source | SplitTensors | StackedExperts:
     """Return the tensors of a checkpoint by the names of the decoder.
 
     Args:
         source: tensors of the checkpoint.
         spec: shape of the decoder.
     """
+    if isinstance(source, SafetensorsFolder) and any(layer.experts is not None for layer in spec.layers):
+        return StackedExperts(source, spec)
     return SplitTensors(source, spec) if spec.fused else source
 
 

@@ -21,6 +21,16 @@ _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _LAYERS_OF_GEMMA3_27B = 62
 """Number of layers by which llama.cpp tells the one Gemma 3 whose scores have another scale."""
 _LAYERS_TO_ONE_WITHOUT_ROTARY = 4
+_WITHOUT = {
+    "expert_shared_count": (0, "shared experts"),
+    "expert_shared_feed_forward_length": (0, "shared experts"),
+    "expert_group_count": (1, "groups of experts"),
+    "expert_weights_scale": (1.0, "scaled factors of experts"),
+    "expert_gating_func": (1, "routers without softmax"),
+    "leading_dense_block_count": (0, "layers without experts"),
+    "router_logit_softcapping": (0.0, "soft caps of routers"),
+}
+"""Keys about experts with the value that changes nothing, as 0 does, and the meaning of any other."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,21 @@ def _smollm3(file: GGUFFile, common: Settings) -> Settings:
     return {"no_rope_layers": [int(layer % _LAYERS_TO_ONE_WITHOUT_ROTARY != 0) for layer in layers]}
 
 
+def _qwen3moe(file: GGUFFile, common: Settings) -> Settings:
+    """Return the settings of experts. llama.cpp divides the factors of a row's experts by their sum."""
+    for key, (plain, meaning) in _WITHOUT.items():
+        if file.get(f".{key}", (int, float), plain) not in (plain, 0):
+            raise file.fault(f"{file.full(f'.{key}')} is set: {meaning} are not supported in GGUF")
+    if not file.get(".expert_weights_norm", bool, True):
+        raise file.fault(f"{file.full('.expert_weights_norm')} is false, which llama.cpp ignores; convert the model anew")
+    return {
+        "num_experts": file.need(".expert_count", int),
+        "num_experts_per_tok": file.need(".expert_used_count", int),
+        "moe_intermediate_size": file.need(".expert_feed_forward_length", int),
+        "norm_topk_prob": True,
+    }
+
+
 GGUF_FAMILIES = {
     "llama": GGUFFamily("llama", "LlamaForCausalLM", interleaves=True, windows="all", settings=_llama),
     "mistral3": GGUFFamily(
@@ -134,6 +159,7 @@ GGUF_FAMILIES = {
     ),
     "qwen2": GGUFFamily("qwen2", "Qwen2ForCausalLM"),
     "qwen3": GGUFFamily("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": GGUFFamily("qwen3_moe", "Qwen3MoeForCausalLM", reads=("expert_count",), settings=_qwen3moe),
     "gemma": GGUFFamily("gemma", "GemmaForCausalLM"),
     "gemma3": GGUFFamily(
         "gemma3_text", "Gemma3ForCausalLM", windows="some", reads=("final_logit_softcapping",), settings=_gemma3

@@ -132,7 +132,7 @@ class GGUFFile:
         return self.tensors[name].shape
 
     def read(self, name: str, dtype: np.dtype, rows: np.ndarray | slice = _EVERY, columns: slice = _EVERY) -> np.ndarray:
-        """Return a tensor or a part of it, dequantised and cast piece by piece.
+        """Return a tensor or a part of it, dequantised and cast piece by piece. The rows of stacked matrices are those of all.
 
         Args:
             name: GGUF name of the tensor.
@@ -145,11 +145,12 @@ class GGUFFile:
         """
         from gguf.quants import dequantize
 
-        stored, shape = self.tensors[name], self.shape(name)
+        stored = _matrix(self.tensors[name])
+        shape = stored.shape
         places = np.arange(shape[0])[rows] if isinstance(rows, slice) else rows
         held, cut = _blocks(stored, columns) if len(shape) > 1 else ((), ())
         width = len(range(*columns.indices(shape[1]))) if len(shape) > 1 else 1
-        out = np.empty((len(places), *[width] * (len(shape) > 1), *shape[2:]), dtype)
+        out = np.empty((len(places), *[width] * (len(shape) > 1)), dtype)
         step = max(1, _PIECE // max(1, math.prod(shape[1:])))
         for start in range(0, len(places), step):
             piece = slice(start, start + step)
@@ -175,10 +176,19 @@ class GGUFFile:
             rows: stored row of each returned row, int `[out]` or a slice.
             columns: columns, whole blocks.
         """
-        stored = self.tensors[name]
+        stored = _matrix(self.tensors[name])
         places = np.arange(stored.shape[0])[rows] if isinstance(rows, slice) else rows
         held, _ = _blocks(stored, columns)
         return np.asarray(stored.data[(_run(places), *held)])
+
+
+def _matrix(stored: StoredTensor) -> StoredTensor:
+    """Return a tensor of more than two axes as a matrix, whose rows are those of all its matrices."""
+    if len(stored.shape) < 3:
+        return stored
+    *outer, columns = stored.shape
+    rows = math.prod(outer)
+    return stored._replace(shape=(rows, columns), data=stored.data.reshape(rows, -1))
 
 
 def _run(places: np.ndarray) -> np.ndarray | slice:

@@ -154,7 +154,8 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig, max_model_len: int 
 
     def from_tensors(layer: LayerSpec) -> LayerSpec:
         mixer = replace(layer.mixer, rotary=rotaries[layer.mixer.rotary], qkv_bias=qkv_bias, o_bias=o_bias)
-        return replace(layer, mixer=mixer, feed_forward=replace(layer.feed_forward, bias=mlp_bias))
+        mlp = layer.feed_forward
+        return replace(layer, mixer=mixer, feed_forward=mlp and replace(mlp, bias=mlp_bias))
 
     return spec.map(from_tensors)
 
@@ -298,6 +299,10 @@ class GGUFTensors:
             dtype: dtype of the returned array.
             index: slices of the first axes; only the blocks of this part are read.
         """
+        if len(shape := self.shape(name)) == 3:
+            which, rows, columns = (*index, *[slice(None)] * 3)[:3]
+            matrices = self._file.read(self._names[name], dtype, _flat(shape, which, rows), columns)
+            return matrices.reshape(len(range(*which.indices(shape[0]))), -1, matrices.shape[-1])
         rows, columns = (*index, slice(None), slice(None))[:2]
         order, stored = self._rows(name), self._names[name]
         if self._spec.norm_offset and name.endswith("norm.weight"):  # files hold what norms multiply by
@@ -317,8 +322,11 @@ class GGUFTensors:
 
         Args:
             name: checkpoint name.
-            index: rows and columns, whole blocks.
+            index: rows and columns, whole blocks; of stacked matrices, matrices before them.
         """
+        if len(shape := self.shape(name)) == 3:
+            which, rows, columns = index
+            return self._file.blocks(self._names[name], _flat(shape, which, rows), columns)
         rows, columns = index
         order = self._rows(name)
         return self._file.blocks(self._names[name], rows if order is None else order[rows], columns)
@@ -347,3 +355,8 @@ class GGUFTensors:
             return None
         rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
         return rows.swapaxes(1, 2).reshape(-1)
+
+
+def _flat(shape: tuple[int, ...], which: slice, rows: slice) -> np.ndarray:
+    """Return the places of rows of stacked matrices among the rows of all."""
+    return np.arange(shape[0] * shape[1]).reshape(shape[:2])[which, rows].reshape(-1)

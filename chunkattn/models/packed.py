@@ -12,19 +12,20 @@ import jax.numpy as jnp
 from chunkattn.backends.cpu import packed as native
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["format", "outputs", "depth", "digits"])
+@partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["format", "outputs", "depth", "digits", "count"])
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """Matrix `[outputs, depth]` in packed blocks.
+    """Matrix `[outputs, depth]`, or several, in packed blocks.
 
     On several devices `data` holds the parts of all devices in ascending order, and the sizes are those of one part.
 
     Attributes:
-        data: uint8 `[bytes]`.
+        data: uint8 `[bytes]`, of several matrices one after the other.
         format: GGUF's name of the blocks, such as `Q4_K`.
         outputs: number of outputs, a multiple of `native.ROWS`.
         depth: number of inputs, a multiple of the format's block.
         digits: bytes of a value of the rows that are multiplied: 1 (int8) or 2 (int16).
+        count: number of stacked matrices; None for one matrix that is not stacked.
     """
 
     data: jax.Array
@@ -32,11 +33,12 @@ class Packed:
     outputs: int
     depth: int
     digits: int
+    count: int | None = None
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Return `(outputs, depth)`."""
-        return self.outputs, self.depth
+    def shape(self) -> tuple[int, ...]:
+        """Return `(outputs, depth)`, behind the number of stacked matrices."""
+        return (self.outputs, self.depth) if self.count is None else (self.count, self.outputs, self.depth)
 
     @property
     def nbytes(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import product
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +17,7 @@ from chunkattn.backends.cpu import packed as native
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
-from chunkattn.models.spec import CLASSES
+from chunkattn.models.spec import CLASSES, ROUTERS
 
 if TYPE_CHECKING:
     from chunkattn.config import EngineConfig
@@ -100,9 +102,9 @@ def plan_packing(
     formats: dict[str, str] = {}
     others: Counter[str] = Counter()
     for name, shape in shapes.items():
-        if len(shape) != 2 or name == CLASSES:
+        if len(shape) < 2 or name == CLASSES or name.endswith(ROUTERS):
             continue
-        found, reason = packing.format_of(types[name], shards.held(name, shape, native.ROWS))
+        found, reason = packing.format_of(types[name], shards.held(name, shape, native.ROWS)[-2:])
         if found is None:
             others[reason] += 1
         else:
@@ -126,44 +128,47 @@ def load_packed(
     shards: Shards,
     where: str,
 ) -> Packed:
-    """Return a matrix, read and packed piece by piece. Each distinct part of a device is read once.
+    """Return a matrix, or stacked matrices, read and packed piece by piece. Each distinct part of a device is read once.
 
     Rows of zeros fill up the last panel, and a vocabulary that the number of devices does not divide.
 
     Args:
         packing: how the model is packed.
         parameter: name of the parameter in checkpoints.
-        shape: shape of the whole matrix.
+        shape: shape of the whole matrix, or of all matrices.
         form: format of the blocks.
-        read: reads blocks of rows and columns, uint8 `[rows, bytes]`.
+        read: reads blocks of rows and columns, uint8 `[rows, bytes]`. The index of stacked matrices begins with one of them.
         shards: devices that share the model.
         where: file and tensor, for errors.
 
     Raises:
         ModelError: a scale is NaN or infinite.
     """
-    outputs, depth = part = shards.held(parameter, shape, native.ROWS)
+    *stacked, outputs, depth = part = shards.held(parameter, shape, native.ROWS)
     axis, _ = shards.division(parameter)
-    size = native.FORMATS[form].packed_bytes(outputs, depth)
+    count, size = math.prod(stacked), native.FORMATS[form].packed_bytes(outputs, depth)
     step = max(native.ROWS, _PIECE // depth // native.ROWS * native.ROWS)
 
     def pack(number: int) -> np.ndarray:
         first = number * part[axis]
         held = slice(min(first, shape[axis]), min(first + part[axis], shape[axis]))
-        rows, columns = (held, slice(0, depth)) if axis == 0 else (slice(0, shape[0]), held)
-        out = _aligned_zeros(size)
-        for begin in range(rows.start, rows.stop, step):
-            blocks = read((slice(begin, min(begin + step, rows.stop)), columns))
+        is_columns = axis == len(shape) - 1
+        rows, columns = (slice(0, shape[-2]), held) if is_columns else (held, slice(0, depth))
+        out = _aligned_zeros(count * size)
+        for number, begin in product(range(count), range(rows.start, rows.stop, step)):
+            index = (slice(begin, min(begin + step, rows.stop)), columns)
+            blocks = read((slice(number, number + 1), *index) if stacked else index)
             if missing := -len(blocks) % native.ROWS:
                 blocks = np.pad(blocks, ((0, missing), (0, 0)))
-            place = (begin - rows.start) * (size // outputs)
+            place = number * size + (begin - rows.start) * (size // outputs)
             try:
                 native.pack(form, blocks, out[place : place + len(blocks) * (size // outputs)])
             except ModelError:
                 raise ModelError(f"{where} holds NaN or infinite values; the file is damaged, get it again") from None
         return out
 
-    return Packed(shards.load_parts(parameter, size, pack), form, outputs, depth, packing.digits)
+    data = shards.load_parts(parameter, count * size, pack)
+    return Packed(data, form, outputs, depth, packing.digits, stacked[0] if stacked else None)
 
 
 def _aligned_zeros(size: int) -> np.ndarray:
@@ -173,6 +178,6 @@ def _aligned_zeros(size: int) -> np.ndarray:
     return held[start : start + size]
 
 
-def forms_of(weights: Mapping[str, Weight]) -> list[tuple[str, str, tuple[int, int], int]]:
+def forms_of(weights: Mapping[str, Weight]) -> list[tuple[str, str, tuple[int, ...], int]]:
     """Return name, format, shape and digits of every packed parameter, which all hosts of a model must share."""
     return [(name, w.format, w.shape, w.digits) for name, w in weights.items() if isinstance(w, Packed)]

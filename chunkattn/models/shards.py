@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkattn.errors import ConfigError
 from chunkattn.models.packed import Packed, Weight
-from chunkattn.models.spec import DecoderSpec
+from chunkattn.models.spec import EXPERTS, DecoderSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Index = tuple[slice, ...]
@@ -115,7 +115,9 @@ class Shards:
         Args:
             name: name of the parameter in checkpoints, of a module and `weight` or `bias`.
         """
-        module, leaf = name.split(".")[-2:]
+        *outer, module, leaf = name.split(".")
+        if EXPERTS in outer:  # every device holds some columns of each expert
+            return divided(None, None, _ALL) if (module in _INPUTS) == (leaf == "weight") else divided(None, _ALL)
         if module in _INPUTS and leaf == "weight":
             return divided(None, _ALL)
         return _OUTPUTS.get(module, WHOLE)
@@ -322,8 +324,8 @@ def indivisible(size: int, spec: DecoderSpec) -> str | None:
     if size > 1 and any(layer.mixer.qk_norm == "whole" for layer in spec.layers):
         return "norms over all heads cannot be divided by"
     num_heads, num_kv_heads, _ = spec.heads
-    columns = dict.fromkeys(layer.feed_forward.size for layer in spec.layers)
-    for what, number in (("attention heads", num_heads), *(("columns of the MLP", width) for width in columns)):
+    columns = {(width, what) for layer in spec.layers for width, what in layer.columns.items()}
+    for number, what in ((num_heads, "attention heads"), *sorted(columns)):
         if number % size:
             return f"{number} {what} cannot be divided by"
     if num_kv_heads % size and size % num_kv_heads:

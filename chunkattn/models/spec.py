@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -13,6 +14,12 @@ Shapes = dict[str, tuple[int, ...]]
 Fused = tuple[tuple[str, tuple[str, ...]], ...]
 """Modules of a layer as checkpoints store them, each with the modules whose rows it holds one after another."""
 
+EXPERTS = "experts"
+"""Part of the names of the experts' parameters, in checkpoints before the number of an expert."""
+ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
+"""Ends of the names of small matrices that decide about experts, which are never packed."""
+_INPUTS_FIRST = ("tpu",)
+"""Platforms that multiply stacked weights with their inputs first, and would transpose others at each call."""
 EMBEDDING, HEAD, CLASSES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
 """Names of the embedding, of a language model's head and of a classifier's, in Hugging Face checkpoints."""
 
@@ -131,8 +138,88 @@ class Mlp:
         Args:
             hidden: width of the residual stream.
         """
+        return self.named("mlp.", hidden)
+
+    def named(self, prefix: str, hidden: int) -> Shapes:
+        """Return the shapes of an MLP under another prefix than `mlp.`."""
         inward, outward = (self.size, hidden, self.bias), (hidden, self.size, self.bias)
-        return _linear("mlp.", {"gate_proj": inward, "up_proj": inward, "down_proj": outward})
+        return _linear(prefix, {"gate_proj": inward, "up_proj": inward, "down_proj": outward})
+
+    @property
+    def readers(self) -> list[str]:
+        """Return the parameters that multiply the layer's input."""
+        return ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+
+    @property
+    def columns(self) -> dict[int, str]:
+        """Return the widths that devices divide, with their meaning."""
+        return {self.size: "columns of the MLP"}
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Mixture of gated MLPs of a layer, of which a router picks some for every row (arXiv:1701.06538).
+
+    A softmax over the logits of the picked experts alone is a softmax over all of them whose picked factors are normalised.
+
+    Attributes:
+        count: number of experts.
+        used: experts of a row.
+        size: width of an expert.
+        scores: function of the router's logits, by which experts are picked and weighed.
+        is_normalised: whether the factors of a row's experts are divided by their sum.
+        scale: number that multiplies the factors.
+        shared: MLP of all rows, whose output is added; None for none.
+        gates_shared: whether the shared MLP's output is multiplied by the sigmoid of a product of the row.
+        inputs_first: whether the weights are stored `[experts, in, out]`, as TPUs multiply them, instead of
+            `[experts, out, in]`.
+    """
+
+    count: int
+    used: int
+    size: int
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    is_normalised: bool = True
+    scale: float = 1.0
+    shared: Mlp | None = None
+    gates_shared: bool = False
+    inputs_first: bool = False
+
+    @property
+    def leaf(self) -> str:
+        """Return the last part of the names of the experts' parameters: `transposed` if inputs come first."""
+        return "transposed" if self.inputs_first else "weight"
+
+    def parameters(self, hidden: int) -> Shapes:
+        """Return the shapes of the router, and of the experts' stacked weights, `[experts, out, in]`.
+
+        Args:
+            hidden: width of the residual stream.
+        """
+        inward, outward = (self.size, hidden), (hidden, self.size)
+        if self.inputs_first:
+            inward, outward = outward, inward
+        shapes: Shapes = {ROUTERS[0]: (self.count, hidden)}
+        for part, shape in (("gate", inward), ("up", inward), ("down", outward)):
+            shapes[f"mlp.{EXPERTS}.{part}_proj.{self.leaf}"] = (self.count, *shape)
+        if self.shared is not None:
+            shapes |= self.shared.named("mlp.shared_expert.", hidden)
+        if self.gates_shared:
+            shapes[ROUTERS[1]] = (1, hidden)
+        return shapes
+
+    @property
+    def readers(self) -> list[str]:
+        """Return the parameters that multiply the layer's input."""
+        parts = [f"mlp.{EXPERTS}.gate_proj.{self.leaf}", f"mlp.{EXPERTS}.up_proj.{self.leaf}"]
+        shared = ["mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"]
+        return [ROUTERS[0], *parts, *(shared if self.shared is not None else [])]
+
+    @property
+    def columns(self) -> dict[int, str]:
+        """Return the widths that devices divide, with their meaning."""
+        shared = {} if self.shared is None else {self.shared.size: "columns of the shared expert"}
+        return {self.size: "columns of an expert"} | shared
 
 
 @dataclass(frozen=True)
@@ -141,15 +228,27 @@ class LayerSpec:
 
     Attributes:
         mixer: the mixer.
-        feed_forward: the feed-forward.
-        norms: norms around both.
-        residual_scale: factor of what both add to the residual stream.
+        feed_forward: the MLP of the feed-forward; None for a layer with experts alone.
+        norms: norms around both halves.
+        residual_scale: factor of what both halves add to the residual stream.
+        experts: experts of the feed-forward, whose output is added to the MLP's; None for none.
     """
 
     mixer: Attention
-    feed_forward: Mlp
+    feed_forward: Mlp | None
     norms: Norms = BEFORE
     residual_scale: float = 1.0
+    experts: Experts | None = None
+
+    @property
+    def feed_forwards(self) -> list[Mlp | Experts]:
+        """Return the parts of the feed-forward."""
+        return [part for part in (self.feed_forward, self.experts) if part is not None]
+
+    @property
+    def columns(self) -> dict[int, str]:
+        """Return the widths of the feed-forward, which devices divide, with their meaning."""
+        return {width: what for part in self.feed_forwards for width, what in part.columns.items()}
 
     def parameters(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's parameters.
@@ -158,7 +257,20 @@ class LayerSpec:
             hidden: width of the residual stream.
         """
         norms: Shapes = {f"{name}.weight": (hidden,) for name in self.norms.names}
-        return norms | self.mixer.parameters(hidden) | self.feed_forward.parameters(hidden)
+        shapes = norms | self.mixer.parameters(hidden)
+        for part in self.feed_forwards:
+            shapes |= part.parameters(hidden)
+        return shapes
+
+    def row_products(self, hidden: int) -> int:
+        """Return the products of a row with the layer's matrices; of experts, those of a row's own count.
+
+        Args:
+            hidden: width of the residual stream.
+        """
+        used = 0 if self.experts is None else self.experts.used
+        shapes = self.parameters(hidden).values()
+        return sum(math.prod(shape[-2:]) * (used if len(shape) == 3 else 1) for shape in shapes if len(shape) > 1)
 
 
 @dataclass(frozen=True)
@@ -242,6 +354,16 @@ class DecoderSpec:
             change: returns the new layer in place of one.
         """
         return replace(self, layers=tuple(map(change, self.layers)))
+
+    def stored_for(self, platform: str) -> DecoderSpec:
+        """Return the decoder with its experts' weights as a platform multiplies them.
+
+        Args:
+            platform: JAX's name of the platform.
+        """
+        if platform not in _INPUTS_FIRST:
+            return self
+        return self.map(lambda layer: replace(layer, experts=layer.experts and replace(layer.experts, inputs_first=True)))
 
     def parameters(self) -> Shapes:
         """Return the shape of every parameter by its name in checkpoints, `[out, in]` for a matrix."""

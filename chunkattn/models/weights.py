@@ -24,13 +24,16 @@ from chunkattn.models.packing import Packing, load_packed, plan_packing
 from chunkattn.models.safetensors_folder import BASE_PREFIX, NESTED_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
 from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
+from chunkattn.models.stacked import StackedExperts
 
 logger = logging.getLogger(__name__)
 
 
+_TRANSPOSED = ".transposed"
+"""End of the names of parameters whose inputs come first."""
 _ROWS = 4096
 """Rows of the embedding and of the head that are compared at a time."""
-TensorSource = SafetensorsFolder | SplitTensors | GGUFTensors
+TensorSource = SafetensorsFolder | SplitTensors | StackedExperts | GGUFTensors
 """Tensors of one checkpoint, by their names in Hugging Face checkpoints."""
 
 
@@ -87,11 +90,15 @@ def fill(
         ModelError: a tensor is missing, unreadable, of the wrong shape or not finite.
     """
     spec, embedding = _tied(spec, source, dtype)
+    spec = spec.stored_for(shards.devices[0].platform)
     shapes = spec.parameters()
-    names = dict(zip(shapes, shapes)) | {EMBEDDING: embedding}
+    names = {name: f"{name.removesuffix(_TRANSPOSED)}.weight" if name.endswith(_TRANSPOSED) else name for name in shapes}
+    names[EMBEDDING] = embedding
     _check_names(source, spec, names.values())
     for parameter, name in names.items():
         expected, shape = shapes[parameter], source.shape(name)
+        if parameter.endswith(_TRANSPOSED):
+            expected = expected[0], expected[2], expected[1]
         if shape != expected:
             raise ModelError(f"{source.path}: tensor {name!r} has shape {list(shape)}, the configuration says {list(expected)}")
     types = {parameter: source.stored_type(name) for parameter, name in names.items()}
@@ -103,9 +110,16 @@ def fill(
             where = f"{source.path}: tensor {name!r}"
             weights[parameter] = load_packed(packing, parameter, shapes[parameter], form, read, shards, where)
         else:
-            weights[parameter] = shards.load(parameter, shapes[parameter], partial(_read_finite, source, name, dtype))
+            read = partial(_read_transposed if parameter.endswith(_TRANSPOSED) else _read_finite, source, name, dtype)
+            weights[parameter] = shards.load(parameter, shapes[parameter], read)
         source.release(name)
     return Decoder(spec, weights, dtype, shards)
+
+
+def _read_transposed(source: TensorSource, name: str, dtype: jnp.dtype, index: Index) -> np.ndarray:
+    """Return stacked matrices `[count, in, out]` of a source that has them as `[count, out, in]`."""
+    which, rows, columns = (*index, *[slice(None)] * 3)[:3]
+    return np.ascontiguousarray(_read_finite(source, name, dtype, (which, columns, rows)).swapaxes(1, 2))
 
 
 def _stored(source: TensorSource, name: str, index: Index) -> np.ndarray:
@@ -117,7 +131,8 @@ def _stored(source: TensorSource, name: str, index: Index) -> np.ndarray:
 def _rounded(source: TensorSource, name: str, index: Index) -> np.ndarray:
     """Return numbers of a matrix rounded to blocks of Q8_0, uint8 `[rows, bytes]`."""
     dtype = jnp.bfloat16 if source.stored_type(name) == "BF16" else np.float32
-    return quantize_q8_0(_read_finite(source, name, jnp.dtype(dtype), index))
+    values = _read_finite(source, name, jnp.dtype(dtype), index)
+    return quantize_q8_0(values.reshape(-1, values.shape[-1]))
 
 
 def _read_finite(source: TensorSource, name: str, dtype: jnp.dtype, index: Index) -> np.ndarray:
@@ -198,6 +213,10 @@ def save_weights(model: Decoder, folder: Path) -> None:
     arrays = {name: weight for name, weight in model.weights.items() if not isinstance(weight, Packed)}
     if packed := model.weights.keys() - arrays.keys():
         raise ModelError(f"{min(packed)!r} is packed, which safetensors cannot hold; load the model with weights='dequantized'")
+    for name in [name for name, weight in arrays.items() if weight.ndim == 3]:
+        stacked, (before, module, leaf) = arrays.pop(name), name.rsplit(".", 2)
+        for number, matrix in enumerate(stacked):
+            arrays[f"{before}.{number}.{module}.weight"] = matrix if leaf == "weight" else matrix.T
     if model.spec.is_nested:
         arrays = {f"{NESTED_PREFIX}{name}": array for name, array in arrays.items()}
     save_file(arrays, folder / SINGLE_FILE, metadata={"format": "pt"})

@@ -10,6 +10,8 @@ from chunkattn.errors import CapacityError, ConfigError
 from chunkattn.layout import ChunkLayout
 
 TokenIds = Sequence[int] | np.ndarray
+PADDING = -1
+"""Position id of a row that only fills a step."""
 _MAX_POSITION = 2**31 - 1
 PositionStrategy = Callable[[int, Sequence[int], int, int], np.ndarray]
 """Function from `(prefix_len, chunk_lens, question_len, gap)` to int32 `[T]` position ids."""

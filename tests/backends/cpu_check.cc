@@ -9,7 +9,7 @@
 #include <random>
 #include <vector>
 
-#include "attention.h"
+#include "groups.h"
 #include "check_pool.h"
 
 using namespace chunkattn;
@@ -226,6 +226,46 @@ double normaliser_error(const Kernel &kernel) {
   return worst;
 }
 
+// The largest error of random products of groups at a depth of 400, or infinity where the cut into tasks, or the company of a pair,
+// changes a bit.
+double groups_error(const Kernel &kernel) {
+  const int groups = draw(1, 9), count = draw(1, 40), outputs = draw(1, 90), in = 32 * draw(1, 12);
+  std::vector<int32_t> sizes(groups), rows;
+  for (int32_t &size : sizes) size = draw(0, chance(0.3) ? 60 : 5);
+  for (int32_t size : sizes)
+    for (int i = 0; i < size; i++) rows.push_back(draw(0, count - 1));
+  const int pairs = int(rows.size());
+  const Bytes x = numbers(Format::bf16, count * in), weight = numbers(Format::bf16, groups * outputs * in);
+  const auto halves = [](const Bytes &from) { return reinterpret_cast<const uint16_t *>(from.data()); };
+  const auto computed = [&](const std::vector<int32_t> &rows, const std::vector<int32_t> &sizes, int threads) {
+    std::vector<float> out(2 * rows.size() * outputs, std::nanf(""));
+    const GroupWeight weights[2] = {{halves(weight), outputs, out.data()}, {halves(weight), outputs, out.data() + rows.size() * outputs}};
+    Pool pool(threads);
+    multiply_groups({halves(x), count, in, rows.data(), sizes.data(), int(rows.size()), groups}, weights, 2, kernel, pool);
+    return out;
+  };
+  const std::vector<float> out = computed(rows, sizes, 1);
+  if (out != computed(rows, sizes, draw(2, 5))) return INFINITY;
+  double worst = 0;
+  for (int group = 0, pair = 0; group < groups; group++)
+    for (int i = 0; i < sizes[group]; i++, pair++) {
+      std::vector<int32_t> one(groups);
+      one[group] = 1;
+      const std::vector<float> alone = chance(0.1) ? computed({rows[pair]}, one, 1) : std::vector<float>();
+      for (int o = 0; o < outputs; o++) {
+        double expected = 0;
+        for (int k = 0; k < in; k++)
+          expected += value_of(Format::bf16, halves(x) + rows[pair] * in + k) *
+                      value_of(Format::bf16, halves(weight) + (group * outputs + o) * in + k);
+        const float found = out[pair * outputs + o];
+        const bool same = found == out[(pairs + pair) * outputs + o] && (alone.empty() || found == alone[o]);
+        const double error = same ? std::fabs(found - expected) : INFINITY;
+        if (!(error <= worst)) worst = error;
+      }
+    }
+  return worst;
+}
+
 // The largest error of the normalisers of products, or infinity where a label's logit is not the product's, or where the cut into
 // tasks changes a bit.
 double reading_error(Kernel kernel) {
@@ -363,6 +403,10 @@ int main(int argc, char **argv) {
       const double error = product_error(*kernel);
       if (!(error <= 1e-4)) printf("%s, product %d: error %g\n", name, i, error), failed = true;
       product = std::max(product, error);
+    }
+    for (int i = 0; i < 10 * cases; i++) {
+      const double error = groups_error(*kernel);
+      if (!(error <= 1e-4)) printf("%s, groups %d: error %g\n", name, i, error), failed = true;
     }
     for (int i = 0; i < 10 * cases; i++) {
       const double error = rows_error(*kernel);

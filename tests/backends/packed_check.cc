@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check_pool.h"
-#include "packed.h"
+#include "groups.h"
 
 using namespace chunkattn;
 
@@ -79,6 +79,24 @@ struct Case {
   }
 };
 
+// Whether rows in groups have the bits of products of their own, on any number of threads.
+bool groups_agree(const Case &made, const PackedKernel &kernel, const std::vector<float> &whole) {
+  const int groups = draw(1, 5);
+  std::vector<int32_t> sizes(groups), rows;
+  for (int32_t &size : sizes) size = draw(0, draw(0, 2) ? 4 : 40);
+  for (int32_t size : sizes)
+    for (int i = 0; i < size; i++) rows.push_back(draw(0, made.rows - 1));
+  std::vector<uint8_t> data;  // the same weight for every group
+  for (int i = 0; i < groups; i++) data.insert(data.end(), made.data.begin(), made.data.end());
+  std::vector<float> out(rows.size() * made.outputs, std::nanf(""));
+  const PackedWeight weight{made.packing, data.data(), made.outputs, out.data()};
+  Pool pool(draw(1, 4));
+  multiply_groups({made.x.data(), made.rows, made.depth, rows.data(), sizes.data(), int(rows.size()), groups}, made.digits, &weight, 1, kernel, pool);
+  for (size_t pair = 0; pair < rows.size(); pair++)
+    if (memcmp(&out[pair * made.outputs], &whole[size_t(rows[pair]) * made.outputs], made.outputs * sizeof(float))) return false;
+  return true;
+}
+
 bool same(const std::vector<float> &a, const float *b) { return !memcmp(a.data(), b, a.size() * sizeof(float)); }
 
 // Whether a row with NaN or infinity gives NaN, and changes no other.
@@ -123,6 +141,7 @@ int main(int argc, char **argv) {
         told(same(whole, made.product(*kernel, 0, made.rows, draw(1, 5)).data()), "bits differ from one thread of the portable kernel", kernel->name);
         const int count = draw(1, made.rows), first = draw(0, made.rows - count);
         told(same(made.product(*kernel, first, count, draw(1, 3)), &whole[size_t(first) * made.outputs]), "fewer rows have other bits", kernel->name);
+        told(groups_agree(made, *kernel, whole), "rows in groups have other bits", kernel->name);
         told(keeps_others(made, *kernel, whole), "NaN or infinity leaves its row, or disappears", kernel->name);
       }
       for (float value : whole) {

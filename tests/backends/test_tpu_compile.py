@@ -17,7 +17,7 @@ def compiled(*options):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
-    ours = [case for case in found if case["kind"] in ("attention", "step")]
+    ours = [case for case in found if case["kind"] in ("attention", "step", "experts")]
     assert not [(case["chip"], case["error"]) for case in ours if not case["compiled"]]
     return [case for case in found if case["compiled"]]
 
@@ -42,6 +42,13 @@ def brief():
 
 def test_kernels_compile_without_a_copy_of_the_pool(brief):
     check_pools(brief, {"v6e"})
+
+
+def test_experts_are_not_copied():
+    """Weights in checkpoints' order would be transposed at every call: as much again as a layer's experts."""
+    cases = compiled("--topology", "v6e", "--only", "experts")
+    assert [case["rows"] for case in cases] == [1, 64, 2048]
+    assert all(case["temporary_mib"] < case["experts_mib"] / 2 for case in cases)
 
 
 @pytest.mark.exhaustive

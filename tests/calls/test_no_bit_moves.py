@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transformers import Gemma3TextConfig, Ministral3Config, Qwen3Config
+from transformers import Gemma3TextConfig, Ministral3Config, Qwen3Config, Qwen3MoeConfig
 
 from chunkattn import LLM, Choice, ChunkedPrompt, DocumentPrompt, Focus, Option, Predicate, Rating, SamplingParams
 from chunkattn.backends import registry
@@ -317,11 +317,19 @@ KINDS = {
     "windows float32": {"chunk_temperature": 0.7, "chunk_scale": 1.3},
     "windows bfloat16": {"dtype": "bfloat16"},
     "windows tiled": {"attention_backend": "tiled", "batch_invariant": True, "max_num_batched_tokens": 192},
+    "experts float32": {},
+    "experts bfloat16": {"dtype": "bfloat16"},
+    "experts quantized": {"quantization": "int8", "dtype": "bfloat16"},
     "gemma bfloat16": {"dtype": "bfloat16"},
     "ministral float32": {},
 }
-"""Options of engines by name. The first runs in the quick tests; deep ones have products as deep as those of real models, and
-those of windows have a layer with a sliding window. Gemma 3 has windows, GELU and more norms, Ministral 3 queries that grow."""
+"""Options of engines by name. The first runs in the quick tests; deep ones have products as deep as those of real models,
+those of windows a layer with a sliding window, and those of experts a layer with experts. Gemma 3 has windows, GELU and more
+norms, Ministral 3 queries that grow."""
+
+
+OWN_MODELS = ("deep", "windows", "experts", "gemma", "ministral")
+"""Beginnings of the names of engines with another model."""
 
 
 @pytest.fixture(scope="session")
@@ -337,6 +345,15 @@ def windows(tmp_path_factory):
     made = tmp_path_factory.mktemp("windows")
     window = {"use_sliding_window": True, "sliding_window": 37, "max_window_layers": 1}
     make_checkpoint(Qwen3Config(**{**SHAPE, "max_position_embeddings": 2048}, **window), made)
+    add_tokenizer(made, chat_template=CHATML)
+    return made
+
+
+@pytest.fixture(scope="session")
+def experts(tmp_path_factory):
+    made = tmp_path_factory.mktemp("experts")
+    own = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    make_checkpoint(Qwen3MoeConfig(**{**SHAPE, "max_position_embeddings": 2048}, **own, mlp_only_layers=[0]), made)
     add_tokenizer(made, chat_template=CHATML)
     return made
 
@@ -362,6 +379,7 @@ def ministral(tmp_path_factory):
 
 def _marked(kind):
     slow = kind in ("quantized int8", "windows float32", "windows tiled", "gemma bfloat16", "ministral float32")
+    slow |= kind in ("experts float32", "experts quantized")
     return pytest.param(kind, marks=pytest.mark.slow if slow else pytest.mark.ci)
 
 
@@ -378,7 +396,7 @@ def llm(request, chat_folder, tmp_path_factory):
     with patch.object(Tiled, "name", "tiled"):
         registry._REGISTERED["tiled"] = Tiled
         folder = kind.split()[0]
-        own = request.getfixturevalue(folder) if folder in ("deep", "windows", "gemma", "ministral") else chat_folder
+        own = request.getfixturevalue(folder) if folder in OWN_MODELS else chat_folder
         made = LLM(str(own), **options)
         yield made
         del registry._REGISTERED["tiled"]

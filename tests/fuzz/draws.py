@@ -9,7 +9,18 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from tests.fuzz.folders import CLASSIFIED, DECODER, EMBEDDING, HEAD, INDEX, NESTED, decoder_keys, tensors_of, write
+from tests.fuzz.folders import (
+    CLASSIFIED,
+    DECODER,
+    EMBEDDING,
+    HEAD,
+    INDEX,
+    NESTED,
+    decoder_keys,
+    numbered,
+    tensors_of,
+    write,
+)
 from tests.tokenizer_files import CLASSES, FILES, add_tokenizer, pieces
 
 YARN = {"type": "yarn", "factor": 4.0}
@@ -67,6 +78,12 @@ KEYS = {
         "logits_scaling": 1.7,
     },
     "a factor of 0": {"residual_multiplier": 0},
+    "a layer without experts": {"mlp_only_layers": [1]},
+    "experts in every second layer": {"decoder_sparse_step": 2},
+    "factors of experts as they are": {"norm_topk_prob": False},
+    "one expert": {"num_experts_per_tok": 1},
+    "more experts than there are": {"num_experts_per_tok": 7},
+    "no experts": {"num_experts": 0, "num_local_experts": 0},
     "layers without rotary": {"no_rope_layers": [0, 1]},
     "every second layer without rotary": {"no_rope_layers": None, "no_rope_layer_interval": 2},
     "no positions": {"position_embedding_type": None},
@@ -110,6 +127,8 @@ class Draw:
         auto = AutoModelForSequenceClassification if classifies else AutoModelForCausalLM
         labels = {"num_labels": int(rng.integers(1, 4))} if classifies else {}
         self.tensors, self.keys = tensors_of(family, seed=seed % 3, auto=auto, **labels)
+        if family.endswith("_moe") and self._pick("experts", {"numbered": 1, "stacked": 1}) == "numbered":
+            self.tensors = numbered(self.tensors)
         self._keys()
         self._head(classifies)
         self._numbers()

@@ -19,10 +19,11 @@ NESTED = ("gemma3", "mistral3")
 """Multimodal families: their keys are those of `text_config`, and `write` gives tensors the names of their language part."""
 FAMILIES = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma3_text", "granite", "granitemoehybrid", "olmo2"),
-    *("phi3", "smollm3", *NESTED),
+    *("phi3", "qwen2_moe", "qwen3_moe", "smollm3", *NESTED),
 )
 CLASSIFIED = tuple(family for family in FAMILIES if family not in ("granite", "granitemoehybrid", *NESTED))
 """Families with classifiers."""
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
 OWN = {
     "gemma3_text": {"query_pre_attn_scalar": 12, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoehybrid": {
@@ -32,6 +33,8 @@ OWN = {
         "position_embedding_type": "rope",
         "mamba_n_heads": 4,
     },
+    "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": _EXPERTS,
     "ministral3": {
         "rope_parameters": {
             "rope_theta": 10000.0,
@@ -90,6 +93,21 @@ def tensors_of(family, seed=0, auto=AutoModelForCausalLM, **changes):
     if family in NESTED:
         tensors |= {name.removeprefix("model."): value.clone() for name, value in named if name.startswith(VISUAL)}
     return tensors, keys
+
+
+def numbered(tensors):
+    """The tensors with a name for each expert, as checkpoints on the hub have them."""
+    found = {}
+    for name, value in tensors.items():
+        before, _, module = name.rpartition(".")
+        if value.ndim < 3:
+            found[name] = value
+            continue
+        parts = ("gate_proj", "up_proj") if module == "gate_up_proj" else (module,)
+        for number, expert in enumerate(value):
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                found[f"{before}.{number}.{part}.weight"] = rows.contiguous()
+    return found
 
 
 def decoder_keys(keys):

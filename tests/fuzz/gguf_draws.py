@@ -68,6 +68,8 @@ SCALED = ("llama-linear", "llama-yarn", "ministral3", "gemma3-linear")
 def _mutants(rng, config):
     """Random bytes of random matrices: name, offset as a share of the tensor, and what the byte is xored with."""
     modules = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+    if config.model_type == "qwen3_moe":
+        modules = (*modules[:4], *(f"{module}_exps" for module in modules[4:]))
     names = ["token_embd.weight", *(f"blk.{i}.{m}.weight" for i in range(config.num_hidden_layers) for m in modules)]
     return [(names[rng.integers(len(names))], rng.random(), int(rng.integers(1, 256))) for _ in range(rng.integers(1, 30))]
 
@@ -103,8 +105,14 @@ def judge(path, seed):
     kind = kinds[rng.integers(len(kinds))]
     wrong = rng.random() < 0.25
     table = dict(WRONG if wrong else HARMLESS)
-    for cases, names in (("window",), WINDOWED), (("window of all positions",), OTHER_WINDOWS), (("scaling none",), SCALED):
-        table = {case: change for case, change in table.items() if case not in cases or name not in names}
+    own = (
+        ("window", WINDOWED),
+        ("window of all positions", OTHER_WINDOWS),
+        ("scaling none", SCALED),
+        ("no experts", ("qwen3moe",)),
+    )
+    for left_out, names in own:
+        table = {case: change for case, change in table.items() if case != left_out or name not in names}
     if name == "phi3-longrope":
         table.pop("longrope", None)
     chosen = [[*table][rng.integers(len(table))] for _ in range(1 if wrong else rng.integers(0, 3))]

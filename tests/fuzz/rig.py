@@ -16,7 +16,7 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from transformers import PreTrainedTokenizerFast, Qwen3Config
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3MoeConfig
 
 from chunkattn.cache.disk.store import MIN_BYTES, KVStore
 from chunkattn.calls.frontend import Frontend
@@ -65,6 +65,7 @@ class Subject:
         tolerance: tolerance of log-probabilities.
         quantization: rounding of the weights at the load.
         window: sliding window of the last layer; None for full attention in all.
+        experts: number of experts of a layer; None for layers with an MLP.
     """
 
     backend: str = "auto"
@@ -74,6 +75,7 @@ class Subject:
     tolerance: float = 1e-4
     quantization: str | None = None
     window: int | None = None
+    experts: int | None = None
 
     @property
     def options(self) -> dict[str, Any]:
@@ -103,8 +105,11 @@ SUBJECTS = {
     "auto window": Subject(window=11),
     "auto window bfloat16": Subject(dtype="bfloat16", tolerance=0.2, window=11),
     "xla window": Subject("xla", window=11),
+    "auto experts": Subject(experts=8),
+    "auto experts bfloat16": Subject(dtype="bfloat16", tolerance=0.2, experts=8),
+    "auto experts packed": Subject(tolerance=5e-3, quantization="int8", experts=8),
 }
-"""By the name of the backend, with the dtype where it is not the first and `window` for models with one."""
+"""By the name of the backend, with the dtype where it is not the first, and `window` or `experts` for models with them."""
 
 
 def make_model(folder: Path, subject: Subject) -> Path:
@@ -113,7 +118,9 @@ def make_model(folder: Path, subject: Subject) -> Path:
     Two layers are the fewest whose K/V depends on the tokens before; with one, a wrong neighbour would go unseen. No
     parameter has a trivial value. The rounding of a quantised subject changes none.
     """
-    config = Qwen3Config(
+    family, name = (Qwen3Config, "Qwen3ForCausalLM") if subject.experts is None else (Qwen3MoeConfig, "Qwen3MoeForCausalLM")
+    own = {"num_experts": subject.experts, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    config = family(
         vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
@@ -123,15 +130,16 @@ def make_model(folder: Path, subject: Subject) -> Path:
         head_dim=subject.head_dim,
         max_position_embeddings=64 * subject.block,
         tie_word_embeddings=True,
-        architectures=["Qwen3ForCausalLM"],
+        architectures=[name],
         use_sliding_window=subject.window is not None,
         sliding_window=subject.window,
         max_window_layers=_LAYERS - 1,
+        **(own if subject.experts else {}),
     )
     spec, rng = spec_from_config(config), np.random.default_rng(0)
     drawn = {
-        name: 0.15 * rng.standard_normal(shape) if len(shape) > 1 else 1 + 0.1 * rng.standard_normal(shape)
-        for name, shape in sorted(spec.parameters().items())
+        parameter: 0.15 * rng.standard_normal(shape) if len(shape) > 1 else 1 + 0.1 * rng.standard_normal(shape)
+        for parameter, shape in sorted(spec.parameters().items())
     }
     if subject.quantization:
         drawn = {name: _rounded(x) if x.ndim > 1 else x for name, x in drawn.items()}

@@ -32,6 +32,12 @@ def of_kind(cases, kind):
     return found
 
 
+def test_experts_are_not_copied_whole(quick):
+    cases = of_kind(quick, "experts")
+    assert {case["rows"] for case in cases} == {1, 64, 2048}
+    assert all(case["temporary_mib"] < case["experts_mib"] for case in cases)
+
+
 def check_kinds(case, kinds, told):
     """Steps of few rows are split; those with weighed rows use tiles where their states would exceed the limit."""
     many = case["rows"] * case["heads"] > 64 * 132

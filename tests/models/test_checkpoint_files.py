@@ -56,22 +56,29 @@ def model():
 
 # Keys of the configuration
 
+MIXTURES = "qwen2_moe", "qwen3_moe"
 GEMMA = ("gemma", "gemma3_text", "gemma3")
 REFUSED = {
     "theta null": {family: "make no rotary embedding" for family in FAMILIES if family != "ministral3"},
     "no number of heads": dict.fromkeys(FAMILIES, "has shape")
     | dict.fromkeys(("mistral", "ministral3", *GEMMA, "mistral3"), "num_key_value_heads")
+    | dict.fromkeys(MIXTURES, "num_key_value_heads")
     | {"phi3": "tensor 'model.layers.0.self_attn.qkv_proj.weight' has 64 rows, the configuration says 96"},
     "gelu": {family: "hidden_act 'gelu' is not supported" for family in FAMILIES if family not in GEMMA},
     "parameters and scaling": {"phi3": "must be one of ['longrope'], got linear"}
     | dict.fromkeys(GEMMA[1:], "cannot be read: 'full_attention'"),
     "bidirectional": dict.fromkeys(GEMMA, "use_bidirectional_attention"),
     "a factor of 0": dict.fromkeys(("granite", "granitemoehybrid"), "residual_multiplier must be a positive finite number"),
+    "gelu by tanh": dict.fromkeys(MIXTURES, "not supported by experts"),
+    "a layer without experts": dict.fromkeys(MIXTURES, "'model.layers.1.mlp.down_proj.weight' and 2 more"),
+    "experts in every second layer": dict.fromkeys(MIXTURES, "'model.layers.0.mlp.down_proj.weight' and 2 more"),
+    "more experts than there are": dict.fromkeys(MIXTURES, "num_experts_per_tok 7 is more than num_experts 6"),
+    "no experts": dict.fromkeys(MIXTURES, "num_experts must be a positive integer, got 0"),
     "layer types": {"granitemoehybrid": "layer type 'sliding_attention' is not supported by Granite 4"},
-    "layer types switched off": dict.fromkeys(("qwen2", "qwen3"), "need a sliding_window")
+    "layer types switched off": dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), "need a sliding_window")
     | {"granitemoehybrid": "layer type 'sliding_attention' is not supported by Granite 4"},
     "window null": dict.fromkeys(GEMMA[1:], "need a sliding_window"),
-    "experts": {"granitemoehybrid": "num_local_experts 4: experts are not supported by Granite 4"},
+    "experts": {"qwen3_moe": "has shape"} | {"granitemoehybrid": "num_local_experts 4: experts are not supported by Granite 4"},
     "a width of shared experts": {"granitemoehybrid": "has 80 rows, the configuration says 48"},
     "partial rotary, unscaled": {"ministral3": "partial_rotary_factor"},
     "partial rotary": {"ministral3": "llama_4_scaling_beta"},
@@ -99,6 +106,12 @@ def test_a_key_means_what_the_family_s_class_makes_of_it(family, case, model, tm
     found = judge(write(tmp_path / "model", tensors, keys))
     refused = REFUSED.get(case, {}).get(family, "")
     assert refused in found if refused else found == "equal"
+
+
+@pytest.mark.parametrize("changes", [{"mlp_only_layers": [0]}, {"decoder_sparse_step": 2, "norm_topk_prob": False}], ids=str)
+def test_layers_with_experts_and_without(changes, tmp_path):
+    tensors, keys = tensors_of("qwen3_moe", **changes)
+    assert judge(write(tmp_path / "model", tensors, keys)) == "equal"
 
 
 @pytest.mark.parametrize(

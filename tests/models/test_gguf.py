@@ -367,6 +367,22 @@ def test_unsupported_metadata(change, message, tmp_path):
     refused(tmp_path, message, change=change)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID), "routers without softmax are not supported"),
+        (lambda w: w.add_expert_shared_count(1), "expert_shared_count is set: shared experts are not supported"),
+        (lambda w: w.add_expert_weights_scale(2.0), "scaled factors of experts"),
+        (lambda w: w.add_expert_weights_norm(False), "expert_weights_norm is false"),
+        (lambda w: w.kv_data[0].pop("qwen3moe.expert_used_count"), "expert_used_count' is missing"),
+        (lambda w: w.kv_data[0]["qwen3moe.expert_count"].__setattr__("value", 5), "has shape"),
+    ],
+    ids=["sigmoid", "shared", "scale", "factors", "used", "count"],
+)
+def test_unsupported_experts(change, message, tmp_path):
+    refused(tmp_path, message, "qwen3moe", change=change)
+
+
 def scaled(tmp_path, name="llama", **keys):
     """A file with keys of RoPE scaling and no others."""
 

@@ -91,7 +91,9 @@ def test_logits_of_every_format(kind, written):
     assert 1e-3 < coarse.mean() < 0.1
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-bias", "qwen2", "qwen3", "gemma3", "granite", "olmo2", "phi3", "ministral3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-bias", "qwen2", "qwen3", "qwen3moe", "gemma3", "granite", "olmo2", "phi3", "ministral3"]
+)
 def test_logits_of_every_family(name, written):
     file = written(Kind.Q8_0, name)
     np.testing.assert_allclose(dense_logits(load(file.path), IDS), file.oracle().logits(IDS), atol=1e-3)
@@ -108,6 +110,21 @@ def test_a_file_of_many_types(tmp_path, caplog):
     assert "2 matrices dequantised: Q3_K has no packed format" in caplog.text
     assert "2 matrices dequantised: F16 has no packed format" in caplog.text
     np.testing.assert_allclose(dense_logits(decoder, IDS), file.oracle().logits(IDS), atol=1e-3)
+
+
+@pytest.mark.parametrize("up", [Kind.Q5_K, Kind.F16])
+def test_experts_of_many_types(up, tmp_path):
+    """Gate and inner layer of two types, or one of them as numbers; the router is never packed."""
+    kinds = {"ffn_up_exps": up, "ffn_down_exps": Kind.Q6_K}
+    file = Written(tmp_path / "model.gguf", CONFIGS["qwen3moe"], Kind.Q4_K, kinds=kinds)
+    for rounds, form in ((False, {Kind.F16: None}.get(up, up.name)), (True, {Kind.F16: "Q8_0"}.get(up, up.name))):
+        decoder = load(file.path, Packing(rounds=rounds))
+        found = {name.split(".")[-2]: form for name, form in formats(decoder).items() if "mlp" in name}
+        parts = {"gate_proj": "Q4_K", "up_proj": form, "down_proj": "Q6_K"}
+        assert found == {part: form for part, form in parts.items() if form}
+        assert decoder.weights["model.layers.0.mlp.experts.up_proj.weight"].shape == (6, 256, 256)
+        bound = 1e-3 if form in (None, up.name) else 0.05
+        np.testing.assert_allclose(dense_logits(decoder, IDS), file.oracle().logits(IDS), atol=bound)
 
 
 def test_a_vocabulary_that_fills_no_panel(tmp_path):

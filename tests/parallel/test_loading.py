@@ -66,6 +66,30 @@ def test_slices_of_safetensors(wide, monkeypatch):
 
 
 @pytest.mark.ci
+def test_columns_of_experts(wide, tmp_path):
+    """Each device holds an eighth of the columns of every expert, of numbered tensors and of a GGUF file's."""
+    path = Written(tmp_path / "model.gguf", CONFIGS["qwen3moe"], Kind.Q4_1).path
+    for source, size, width in ((wide("qwen3-moe"), 8, 4), (path, 4, 64)):
+        (whole, _), (decoder, _) = load(source, 1), load(source, size)
+        check_values(decoder, whole)
+        for part, axis in (("gate", 1), ("up", 1), ("down", 2)):
+            shards = decoder.weights[f"model.layers.0.mlp.experts.{part}_proj.weight"].addressable_shards
+            assert {shard.data.shape[axis] for shard in shards} == {width}
+    (whole, _), (decoder, _) = (load(path, size, packing=Packing()) for size in (1, 4))
+    for part, axis in (("gate", 1), ("down", 2)):
+        name = f"model.layers.0.mlp.experts.{part}_proj.weight"
+        weight, expected = decoder.weights[name], _matrices(whole.weights[name], whole.weights[name].data)
+        found = [_matrices(weight, s.data) for s in sorted(weight.data.addressable_shards, key=lambda s: s.index[0].start)]
+        np.testing.assert_array_equal(np.concatenate(found, axis=axis), expected)
+
+
+def _matrices(weight, data):
+    """The stacked matrices of a device's part."""
+    flat = replace(weight, outputs=weight.count * weight.outputs, count=None)
+    return _rows(flat, data).reshape(weight.shape)
+
+
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q6_K])
 def test_slices_of_gguf(tmp_path, monkeypatch, kind):
     """Four devices hold 64 of 256 columns each: two blocks of Q4_1, and a quarter of one block of Q6_K."""

@@ -16,6 +16,8 @@ IN_CI = [
     ("qwen2", "xla", 8),
     ("qwen2-window", "cpu", 8),
     ("qwen3", "cpu", 8),
+    ("qwen2-moe", "xla", 4),
+    ("qwen3-moe", "cpu", 2),
 ]
 """Every family, kind of bias and kind of window, over both backends and all numbers of devices."""
 OTHERS = [

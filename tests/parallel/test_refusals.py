@@ -17,6 +17,7 @@ from tests.parallel.answers import OPTIONS
     [
         (3, {}, "8 attention heads cannot be divided by tensor_parallel_size=3; use 1, 2, 4 or 8"),
         (8, {"intermediate_size": 100}, "100 columns of the MLP cannot be divided by tensor_parallel_size=8; use 1, 2 or 4"),
+        (4, {"moe_intermediate_size": 34}, "34 columns of an expert cannot be divided by tensor_parallel_size=4; use 1 or 2"),
         (
             4,
             {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 96},
@@ -28,7 +29,7 @@ from tests.parallel.answers import OPTIONS
 )
 def test_indivisible(wide, monkeypatch, size, changes, message):
     """The weights are not read."""
-    folder = str(wide("llama", **changes))
+    folder = str(wide("qwen3-moe" if "moe_intermediate_size" in changes else "llama", **changes))
     monkeypatch.delattr(SafetensorsFolder, "read")
     with pytest.raises(ConfigError, match=message):
         LLM(folder, tensor_parallel_size=size, **OPTIONS)

@@ -17,6 +17,7 @@ from chunkattn.errors import BackendError
 ATTENTION = "chunkattn_attention"
 ATTEND_HEADS = "chunkattn_attend_heads"
 GATE = "chunkattn_gate"
+GROUPS = "chunkattn_groups"
 LARGEST = "chunkattn_largest"
 MULTIPLY = "chunkattn_multiply"
 MULTIPLY_SEVERAL = "chunkattn_multiply_several"
@@ -25,10 +26,11 @@ NORMALISE = "chunkattn_normalise"
 READ = "chunkattn_read"
 PACKED_MULTIPLY = "chunkattn_packed_multiply"
 PACKED_GATHER = "chunkattn_packed_gather"
+PACKED_GROUPS = "chunkattn_packed_groups"
 """Names of the operators in XLA programs. The library has each without underscores, its words capitalised."""
 _OPERATORS = (
-    *(ATTENTION, ATTEND_HEADS, GATE, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ),
-    *(PACKED_MULTIPLY, PACKED_GATHER),
+    *(ATTENTION, ATTEND_HEADS, GATE, GROUPS, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ),
+    *(PACKED_MULTIPLY, PACKED_GATHER, PACKED_GROUPS),
 )
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""

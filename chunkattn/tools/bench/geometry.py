@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from chunkattn.backends import make_backend
 from chunkattn.config import EngineConfig
@@ -36,6 +36,23 @@ GEOMETRIES = {
         head_dim=128,
         max_position_embeddings=40960,
         **_COMMON,
+    ),
+    "qwen3-30b-a3b": Qwen3MoeConfig(
+        architectures=["Qwen3MoeForCausalLM"],
+        tie_word_embeddings=False,
+        rope_theta=1e6,
+        vocab_size=151936,
+        hidden_size=2048,
+        intermediate_size=6144,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        max_position_embeddings=40960,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
     ),
     "small": Qwen3Config(
         vocab_size=4096,

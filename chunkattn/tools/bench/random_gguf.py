@@ -52,12 +52,12 @@ _PIECE = 1 << 24
 
 
 def tensor_type(quant: str, name: str, shape: tuple[int, ...], *, layers: int, tied: bool) -> str:
-    """Return the type that llama.cpp's quantiser, without an importance matrix, gives a tensor of a dense model.
+    """Return the type that llama.cpp's quantiser, without an importance matrix, gives a tensor of a model of this size.
 
     Args:
         quant: quantisation in `QUANTS`.
         name: GGUF name of the tensor.
-        shape: shape of the tensor, `(out, in)` for a matrix.
+        shape: shape of the tensor, `(out, in)` for a matrix and `(experts, out, in)` for stacked ones.
         layers: number of layers of the model.
         tied: whether the embedding is the head, too.
 
@@ -65,9 +65,11 @@ def tensor_type(quant: str, name: str, shape: tuple[int, ...], *, layers: int, t
     """
     if len(shape) < 2:
         return "F32"
+    if name.endswith("ffn_gate_inp.weight"):  # a router
+        return "F32"
     if quant in _UNQUANTIZED:
         return quant
-    chosen, columns = _MIXTURES.get(quant, quant), shape[1]
+    chosen, columns = _MIXTURES.get(quant, quant), shape[-1]
     if name == ("token_embd.weight" if tied else "output.weight"):
         if columns % _block(chosen):
             chosen = "Q8_0"
@@ -75,7 +77,7 @@ def tensor_type(quant: str, name: str, shape: tuple[int, ...], *, layers: int, t
             chosen = "Q6_K"
     elif name.startswith("blk."):
         _, number, part, _ = name.split(".")
-        chosen = _layer_type(quant, chosen, part, int(number), layers)
+        chosen = _layer_type(quant, chosen, part.removesuffix("_exps"), int(number), layers)
     if columns % _block(chosen):
         chosen = _MOST_COLUMNS.get(chosen, "F16")
     return chosen if columns % _block(chosen) == 0 else "F16"
@@ -149,14 +151,18 @@ def write_random(config: PretrainedConfig, quant: str, path: Path) -> None:
     Raises:
         ModelError: the configuration is not supported.
     """
-    spec, architecture = spec_from_config(config), str(config.model_type)
+    spec, architecture = spec_from_config(config), str(config.model_type).replace("_moe", "moe")
     writer = GGUFWriter(path, architecture)
     writer.add_file_type(LlamaFileType["ALL_F32" if quant == "F32" else f"MOSTLY_{quant}"])
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_model_len)
     writer.add_embedding_length(spec.hidden_size)
     num_heads, num_kv_heads, head_dim = spec.heads
-    writer.add_feed_forward_length(spec.layers[0].feed_forward.size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    if experts := spec.layers[0].experts:
+        writer.add_expert_count(experts.count)
+        writer.add_expert_used_count(experts.used)
+        writer.add_expert_feed_forward_length(experts.size)
     writer.add_head_count(num_heads)
     writer.add_head_count_kv(num_kv_heads)
     writer.add_key_length(head_dim)
@@ -178,8 +184,8 @@ def write_random(config: PretrainedConfig, quant: str, path: Path) -> None:
     writer.write_ti_data_to_file()
     rng = np.random.default_rng()
     for kind, shape in tensors:  # one tensor is in memory at a time
-        is_norm = len(shape) == 1
-        writer.write_tensor_data(np.ones(shape, np.float32) if is_norm else random_rows(kind, (shape[0], shape[1]), rng))
+        rows = (math.prod(shape[:-1]), shape[-1])
+        writer.write_tensor_data(np.ones(shape, np.float32) if len(shape) == 1 else random_rows(kind, rows, rng))
     writer.close()
 
 

@@ -22,7 +22,7 @@ class Setup:
     """Model and rounds of a benchmark.
 
     Attributes:
-        geometry: model shape, with random weights: qwen3-0.6b or small.
+        geometry: model shape, with random weights: qwen3-0.6b, qwen3-30b-a3b or small.
         dtype: dtype of weights and K/V: float32 or bfloat16.
         block_size: tokens per KV page, a power of two; by default the engine's.
         repeats: number of timed rounds, after one round that compiles.

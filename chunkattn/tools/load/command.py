@@ -43,7 +43,7 @@ class Target:
         url: base URL of the server; without it, the command starts one.
         model: with --url the served model's name, by default the first that the server lists; without --url the folder, GGUF
             file or hub id to serve, by default the demo model.
-        geometry: serve random weights of this shape: qwen3-0.6b or small.
+        geometry: serve random weights of this shape: qwen3-0.6b, qwen3-30b-a3b or small.
         server_option: option of `chunkattn serve` for the server to start, with = and its value; repeatable.
         api_key: API key of the server at --url.
         tokenizer: folder, GGUF file or hub id of the tokenizer; by default the server's `/tokenize` is asked.

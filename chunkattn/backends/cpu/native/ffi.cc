@@ -5,16 +5,15 @@
 #include <vector>
 
 #include "attention.h"
-#include "packed.h"
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
+#include "ffi.h"
 
 namespace chunkattn {
 namespace {
 
 std::atomic<const Kernel *> chosen{nullptr};
 std::atomic<const PackedKernel *> chosen_packed{nullptr};
+
+}  // namespace
 
 const Kernel &current() {
   const Kernel *kernel = chosen.load(std::memory_order_relaxed);
@@ -26,20 +25,9 @@ const PackedKernel &current_packed() {
   return kernel ? *kernel : best_packed_kernel();
 }
 
-class XlaThreads : public Threads {
- public:
-  explicit XlaThreads(ffi::ThreadPool &pool) : pool_(pool) {}
-  int count() const override { return int(pool_.num_threads()); }
-  void schedule(std::function<void()> task) override { pool_.Schedule(std::move(task)); }
-
- private:
-  ffi::ThreadPool &pool_;
-};
+namespace {
 
 using Buffer = ffi::AnyBuffer;
-using Numbers = ffi::Buffer<ffi::S32>;
-using Factors = ffi::Buffer<ffi::F32>;
-using Codes = ffi::Buffer<ffi::U8>;
 
 // Sets `format` to that of a buffer; false for other types.
 bool find_format(const Buffer &buffer, Format *format) {
@@ -197,35 +185,6 @@ ffi::Error normalise_rows(ffi::ThreadPool pool, Factors logits, ffi::Result<Fact
   return ffi::Error::Success();
 }
 
-// Products of the same rows with one or several packed weights.
-ffi::Error multiply_packed(ffi::ThreadPool pool, Factors x, ffi::RemainingArgs data, ffi::RemainingRets out,
-                           ffi::Span<const int32_t> packings, int32_t digits) {
-  const int rows = int(x.dimensions()[0]), depth = int(x.dimensions()[1]);
-  std::vector<PackedWeight> weights;
-  for (size_t i = 0; i < data.size(); i++) {
-    const auto from = data.get<Codes>(i);
-    auto to = out.get<Factors>(i);
-    if (!from || !to) return ffi::Error::InvalidArgument("packed weights are uint8, and their products float32");
-    const Packing packing = Packing(packings[i]);
-    const int outputs = int((*to)->dimensions()[1]);
-    if (packed_bytes(packing, outputs, depth) != int64_t(from->element_count()))
-      return ffi::Error::InvalidArgument("a packed weight has another number of bytes than its shape takes");
-    weights.push_back({packing, from->typed_data(), outputs, (*to)->typed_data()});
-  }
-  XlaThreads threads(pool);
-  multiply(x.typed_data(), rows, depth, digits, weights.data(), int(weights.size()), current_packed(), threads);
-  return ffi::Error::Success();
-}
-
-ffi::Error gather_packed(ffi::ThreadPool pool, Codes data, Numbers ids, ffi::Result<Factors> out, int32_t packing, int32_t outputs) {
-  const int depth = int(out->dimensions()[1]);
-  if (packed_bytes(Packing(packing), outputs, depth) != int64_t(data.element_count()))
-    return ffi::Error::InvalidArgument("a packed weight has another number of bytes than its shape takes");
-  XlaThreads threads(pool);
-  gather(Packing(packing), data.typed_data(), outputs, depth, ids.typed_data(), int(ids.element_count()), out->typed_data(), threads);
-  return ffi::Error::Success();
-}
-
 }  // namespace
 }  // namespace chunkattn
 
@@ -312,24 +271,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnRead, chunkattn::read_rows,
                                   .Arg<chunkattn::Numbers>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnPackedMultiply, chunkattn::multiply_packed,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<chunkattn::Factors>()
-                                  .RemainingArgs()
-                                  .RemainingRets()
-                                  .Attr<ffi::Span<const int32_t>>("packings")
-                                  .Attr<int32_t>("digits"));
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnPackedGather, chunkattn::gather_packed,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<chunkattn::Codes>()
-                                  .Arg<chunkattn::Numbers>()
-                                  .Ret<chunkattn::Factors>()
-                                  .Attr<int32_t>("packing")
-                                  .Attr<int32_t>("outputs"));
 
 // Uses the kernel called `name`, or the best one if `name` is empty. Returns null, or why it cannot.
 extern "C" const char *chunkattn_use(const char *name) {

@@ -16,6 +16,9 @@
 #include "readout.h"
 #else
 #include "few_rows.h"
+#if defined(__AVX512BF16__)
+#include "groups_kernel.h"
+#endif
 #endif
 
 namespace chunkattn {
@@ -221,13 +224,13 @@ void attend(const Step &step, const Portion &portion, const State &state) {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, read_outputs, kRows};
+const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, read_outputs, kRows, nullptr};
 #elif defined(__AVX512BF16__)
-const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows};
+const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, &kPanels};
 #elif defined(__AVX2__)
-const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows};
+const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, nullptr};
 #else
-const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows};
+const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, nullptr};
 #endif
 
 }  // namespace chunkattn

@@ -4,7 +4,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <memory>
 #include <vector>
 
 #include "parallel.h"
@@ -15,14 +14,6 @@ namespace {
 constexpr int kRowsAtOnce = 512;         // whose integers are held at a time
 constexpr int kWrittenAlone = 1 << 15;   // values whose integers one thread makes sooner than two
 constexpr int kLeastPanels = 2;          // of a task
-
-// A thread's memory, which grows and stays, aligned to cache lines.
-char *memory(int64_t bytes) {
-  thread_local std::unique_ptr<char[]> held;
-  thread_local int64_t size = 0;
-  if (size < bytes) held.reset(new char[bytes + 64]), size = bytes;
-  return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(held.get()) + 63) & ~uintptr_t(63));
-}
 
 struct Range {
   int weight, first, last;  // outputs
@@ -93,7 +84,7 @@ void multiply(const float *x, int rows, int depth, int digits, const PackedWeigh
       bytes += kernel.tile_bytes(packing, now, digits, depth) * divided(now, kernel.tile_rows(packing, now));
       bytes = (bytes + 63) / 64 * 64, writers.push_back(i);
     }
-    char *integers = memory(bytes);
+    char *integers = memory_of_thread(bytes);
     for (int i : writers) {
       const Packing packing = weights[i].packing;
       const int size = kernel.tile_rows(packing, now), tiles = divided(now, size);

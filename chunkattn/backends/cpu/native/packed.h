@@ -96,6 +96,8 @@ struct PackedKernel {
   int64_t (*tile_bytes)(Packing, int rows, int digits, int depth);
   // Writes the integers of a tile with `count` of `rows` rows.
   void (*write)(Packing, int digits, const float *x, int rows, int count, int depth, char *to);
+  // Copies the integers of the rows `ids`, which were written as products of one row each, to a tile with `count` of `rows` rows.
+  void (*collect)(Packing, int digits, const char *from, const int32_t *ids, int rows, int count, int depth, char *to);
   // Computes the outputs [first, last) of all rows; both are multiples of kPanel.
   void (*multiply)(const PackedProduct &, int first, int last);
 };

@@ -120,6 +120,21 @@ void write(Packing packing, int digits, const float *x, int rows, int count, int
   for (int r = 0; r < count; r++) write_row(zero, groups, digits, x + int64_t(r) * depth, depth, to, padded, r);
 }
 
+void collect(Packing packing, int digits, const char *from, const int32_t *ids, int rows, int count, int depth, char *to) {
+  const int padded = with_layout(packing, [&](auto layout) { return padded_rows<KindOf<decltype(layout)>>(rows, count); });
+  const int groups = with_layout(packing, [](auto layout) { return layout.kGroups; });
+  const int blocks = depth / kBlock, bytes = digits * kBlock, one = bytes + 8 + 4 * groups;
+  if (padded > count) memset(to, 0, int64_t(blocks) * padded * one);
+  for (int r = 0; r < count; r++) {
+    const char *row = from + int64_t(ids[r]) * blocks * one;
+    char *tile = to;
+    for (int k = 0; k < blocks; k++, row += one, tile += padded * one) {
+      memcpy(tile + r * bytes, row, bytes);
+      for (int i = 0; i < 2 + groups; i++) memcpy(tile + padded * bytes + (i * padded + r) * 4, row + bytes + i * 4, 4);
+    }
+  }
+}
+
 // Scales and minima of a block, for kWidth outputs.
 template <class K> struct Scale { Floats of[K::kGroups], minimum; };
 template <class L> inline Scale<KindOf<L>> scale_of(const uint8_t *piece, int block, int lane) {
@@ -342,13 +357,13 @@ void multiply(const PackedProduct &given, int first, int last) {
 }  // namespace
 
 #if defined(__AVX512F__)
-const PackedKernel kPackedAvx512 = {"avx512", kind_of, rows_of_tile, bytes_of_tile, write, multiply};
+const PackedKernel kPackedAvx512 = {"avx512", kind_of, rows_of_tile, bytes_of_tile, write, collect, multiply};
 #elif defined(__AVX2__)
-const PackedKernel kPackedAvx2 = {"avx2", kind_of, rows_of_tile, bytes_of_tile, write, multiply};
+const PackedKernel kPackedAvx2 = {"avx2", kind_of, rows_of_tile, bytes_of_tile, write, collect, multiply};
 #elif defined(__ARM_FEATURE_DOTPROD)
-const PackedKernel kPackedNeon = {"neon", kind_of, rows_of_tile, bytes_of_tile, write, multiply};
+const PackedKernel kPackedNeon = {"neon", kind_of, rows_of_tile, bytes_of_tile, write, collect, multiply};
 #else
-const PackedKernel kPackedPortable = {"portable", kind_of, rows_of_tile, bytes_of_tile, write, multiply};
+const PackedKernel kPackedPortable = {"portable", kind_of, rows_of_tile, bytes_of_tile, write, collect, multiply};
 #endif
 
 }  // namespace chunkattn

@@ -21,6 +21,14 @@ constexpr int kShortRows = 16;
 
 inline int divided(int a, int b) { return (a + b - 1) / b; }
 
+// A thread's memory, which grows and stays, aligned to cache lines.
+inline char *memory_of_thread(int64_t bytes) {
+  thread_local std::unique_ptr<char[]> held;
+  thread_local int64_t size = 0;
+  if (size < bytes) held.reset(new char[bytes + 64]), size = bytes;
+  return reinterpret_cast<char *>((reinterpret_cast<uintptr_t>(held.get()) + 63) & ~uintptr_t(63));
+}
+
 inline void pause() {
 #if defined(__x86_64__)
   _mm_pause();

@@ -67,6 +67,7 @@ struct RowProduct {
   bool ascending;  // value by value, or the second value of each pair first
   int block;       // depth of the sums that are added in order; a multiple of 32
 };
+constexpr int kOneBlock = 1 << 30;  // a block that holds every depth
 
 // The product of rows with a head, of which only the logits of `labels` are kept, and sums over parts of the outputs.
 struct RowReading {
@@ -119,6 +120,15 @@ struct RowKernel {
   void (*prepare)(const Step &, const Heads &, int first, int last);
 };
 
+// Products of many rows, which lie in panels of `rows` rows. The `in` of a product is a multiple of 32.
+struct PanelKernel {
+  int rows;
+  // Packs `count` rows of `in` values as a panel, which takes as much memory as `rows` rows.
+  void (*pack)(const uint16_t *const *rows, int count, int in, uint32_t *to);
+  // Computes the outputs [first, last) of all rows, as `Kernel::multiply` does in one block. The `x` of the product is not read.
+  void (*multiply)(const RowProduct &, const uint32_t *panels, int first, int last);
+};
+
 struct Kernel {
   const char *name;
   // Adds a portion to the empty state of its rows' lines.
@@ -131,6 +141,7 @@ struct Kernel {
   // Computes the parts [first, last) of `outputs` outputs each, and the logits of their labels. Null in other kernels than `amx`.
   void (*read)(const RowReading &, int first, int last);
   const RowKernel &rows_alone;
+  const PanelKernel *panels;  // null in kernels other than `avx512_bf16`
 };
 
 extern const Kernel kPortable;

@@ -1,0 +1,134 @@
+// Operators on packed weights and on groups of rows as calls of XLA's foreign function interface.
+#include <algorithm>
+#include <vector>
+
+#include "ffi.h"
+
+namespace chunkattn {
+namespace {
+
+// Sets packed weights, each of `groups` matrices; returns why they are wrong, or null.
+const char *packed_weights(const ffi::RemainingArgs &data, ffi::RemainingRets &out, ffi::Span<const int32_t> packings, int depth,
+                           int groups, std::vector<PackedWeight> &to) {
+  for (size_t i = 0; i < data.size(); i++) {
+    const auto from = data.get<Codes>(i);
+    auto product = out.get<Factors>(i);
+    if (!from || !product) return "packed weights are uint8, and their products float32";
+    const Packing packing = Packing(packings[i]);
+    const int outputs = int((*product)->dimensions()[1]);
+    if (packed_bytes(packing, outputs, depth) * groups != int64_t(from->element_count()))
+      return "a packed weight has another number of bytes than its shape takes";
+    to.push_back({packing, from->typed_data(), outputs, (*product)->typed_data()});
+  }
+  return nullptr;
+}
+
+// Products of the same rows with one or several packed weights.
+ffi::Error multiply_packed(ffi::ThreadPool pool, Factors x, ffi::RemainingArgs data, ffi::RemainingRets out,
+                           ffi::Span<const int32_t> packings, int32_t digits) {
+  const int rows = int(x.dimensions()[0]), depth = int(x.dimensions()[1]);
+  std::vector<PackedWeight> weights;
+  if (const char *why = packed_weights(data, out, packings, depth, 1, weights)) return ffi::Error::InvalidArgument(why);
+  XlaThreads threads(pool);
+  multiply(x.typed_data(), rows, depth, digits, weights.data(), int(weights.size()), current_packed(), threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error gather_packed(ffi::ThreadPool pool, Codes data, Numbers ids, ffi::Result<Factors> out, int32_t packing, int32_t outputs) {
+  const int depth = int(out->dimensions()[1]);
+  if (packed_bytes(Packing(packing), outputs, depth) != int64_t(data.element_count()))
+    return ffi::Error::InvalidArgument("a packed weight has another number of bytes than its shape takes");
+  XlaThreads threads(pool);
+  gather(Packing(packing), data.typed_data(), outputs, depth, ids.typed_data(), int(ids.element_count()), out->typed_data(), threads);
+  return ffi::Error::Success();
+}
+
+// Sets the pairs of groups; returns why they are wrong, or null.
+template <class T> const char *group(GroupedRows<T> &given, const Numbers &rows, const Numbers &sizes) {
+  given.rows = rows.typed_data(), given.sizes = sizes.typed_data();
+  given.pairs = int(rows.element_count()), given.groups = int(sizes.element_count());
+  int64_t all = 0;
+  for (int i = 0; i < given.groups; i++) {
+    if (given.sizes[i] < 0) return "a group has a negative size";
+    all += given.sizes[i];
+  }
+  if (all > given.pairs) return "the sizes of the groups add up to more than the pairs";
+  given.pairs = int(all);
+  for (int i = 0; i < given.pairs; i++)
+    if (given.rows[i] < 0 || given.rows[i] >= given.count) return "a pair has no row";
+  return nullptr;
+}
+
+// Writes zeros to the products of pairs that have no group.
+void clear(ffi::Result<Factors> out, int pairs) {
+  const int64_t written = int64_t(pairs) * out->dimensions()[1];
+  std::fill_n(out->typed_data() + written, int64_t(out->element_count()) - written, 0.f);
+}
+
+ffi::Error multiply_group_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, Numbers rows, Numbers sizes,
+                               ffi::RemainingArgs weights, ffi::RemainingRets out) {
+  GroupedRows<uint16_t> given{};
+  given.x = static_cast<const uint16_t *>(x.untyped_data()), given.count = int(x.dimensions()[0]), given.in = int(x.dimensions()[1]);
+  if (const char *why = group(given, rows, sizes)) return ffi::Error::InvalidArgument(why);
+  std::vector<GroupWeight> of;
+  for (size_t i = 0; i < weights.size(); i++) {
+    const auto weight = weights.get<ffi::Buffer<ffi::BF16>>(i);
+    if (!weight) return ffi::Error::InvalidArgument("weights must be bfloat16");
+    of.push_back({static_cast<const uint16_t *>(weight->untyped_data()), int(weight->dimensions()[1]), (*out.get<Factors>(i))->typed_data()});
+    clear(*out.get<Factors>(i), given.pairs);
+  }
+  XlaThreads threads(pool);
+  multiply_groups(given, of.data(), int(of.size()), current(), threads);
+  return ffi::Error::Success();
+}
+
+ffi::Error multiply_packed_groups(ffi::ThreadPool pool, Factors x, Numbers rows, Numbers sizes, ffi::RemainingArgs data,
+                                  ffi::RemainingRets out, ffi::Span<const int32_t> packings, int32_t digits) {
+  GroupedRows<float> given{};
+  given.x = x.typed_data(), given.count = int(x.dimensions()[0]), given.in = int(x.dimensions()[1]);
+  if (const char *why = group(given, rows, sizes)) return ffi::Error::InvalidArgument(why);
+  std::vector<PackedWeight> weights;
+  if (const char *why = packed_weights(data, out, packings, given.in, given.groups, weights)) return ffi::Error::InvalidArgument(why);
+  for (size_t i = 0; i < out.size(); i++) clear(*out.get<Factors>(i), given.pairs);
+  XlaThreads threads(pool);
+  multiply_groups(given, digits, weights.data(), int(weights.size()), current_packed(), threads);
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace chunkattn
+
+#pragma GCC visibility push(default)
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnPackedMultiply, chunkattn::multiply_packed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<chunkattn::Factors>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int32_t>>("packings")
+                                  .Attr<int32_t>("digits"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnPackedGather, chunkattn::gather_packed,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<chunkattn::Codes>()
+                                  .Arg<chunkattn::Numbers>()
+                                  .Ret<chunkattn::Factors>()
+                                  .Attr<int32_t>("packing")
+                                  .Attr<int32_t>("outputs"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnGroups, chunkattn::multiply_group_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>().Arg<chunkattn::Numbers>().Arg<chunkattn::Numbers>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnPackedGroups, chunkattn::multiply_packed_groups,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<chunkattn::Factors>().Arg<chunkattn::Numbers>().Arg<chunkattn::Numbers>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<ffi::Span<const int32_t>>("packings").Attr<int32_t>("digits"));
+#pragma GCC visibility pop
