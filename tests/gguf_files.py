@@ -200,13 +200,16 @@ class Written:
         for name, parameter in self.model.named_parameters():
             module, _, leaf = name.rpartition(".")
             stored = converter.stored_modules(names, name if parameter.ndim > 2 else module, config)
+            if parameter.ndim > 2:  # of all experts, which have a tensor for each part
+                for place, part in zip(stored, parameter.detach().chunk(len(stored), dim=1), strict=True):
+                    written[f"{place}.weight"] = self._stored(f"{place}.weight", part)
+                continue
             rows, of = self._stored(f"{stored[0]}.{leaf}", parameter)
             rows = converter.stored_rows(module, rows, config, architecture)
             if name.endswith("norm.weight"):
                 rows = rows + np.float32(converter.norm_shift(architecture))
-            leaf = leaf if rows.ndim < 3 else "weight"
-            for place, part in zip(stored, np.split(rows, len(stored), axis=max(0, rows.ndim - 2)), strict=True):
-                written[f"{place}.{leaf}"] = np.ascontiguousarray(part), of
+            for place, part in zip(stored, np.split(rows, len(stored)), strict=True):
+                written[f"{place}.{leaf}"] = part, of
         written |= {name: (value, None) for name, value in converter.rope_tensors(config).items()}
         for name, value in (tensors or {}).items():
             written[name] = (value, None) if value is None or value.ndim == 1 else self._encoded(name, value)

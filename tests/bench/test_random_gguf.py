@@ -85,8 +85,8 @@ def test_values_are_sane(quant, tmp_path):
 
 def test_all_geometries_can_be_written(tmp_path):
     llama = LlamaConfig(**(TIED.to_dict() | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}))
-    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    experts = Qwen3MoeConfig(**{**GEOMETRIES["small"].to_dict(), "architectures": ["Qwen3MoeForCausalLM"], **own})
+    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "model_type": "qwen3_moe"}
+    experts = Qwen3MoeConfig(**(GEOMETRIES["small"].to_dict() | {"architectures": ["Qwen3MoeForCausalLM"]} | own))
     for config in (GEOMETRIES["small"], llama, experts):
         write_random(config, "Q8_0", tmp_path / "model.gguf")
         assert len(gguf.GGUFReader(tmp_path / "model.gguf").tensors) > 10
