@@ -1,4 +1,4 @@
-"""What llama.cpp's converter makes of a Hugging Face model: metadata, and tensors with its changes of rows and norms."""
+"""The rules of llama.cpp's converter: metadata of a model, and tensors with its changes of rows and norms."""
 
 import math
 
@@ -93,7 +93,7 @@ def interleave(weight, heads):
 
 
 def norm_shift(architecture):
-    """What the converter adds to the weights of norms."""
+    """The number that the converter adds to the weights of norms."""
     return 1.0 if architecture in ("gemma", "gemma3") else 0.0
 
 

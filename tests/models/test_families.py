@@ -1,4 +1,4 @@
-"""What families have of their own: settings, and names of tensors. The engine's tests have the logits."""
+"""Settings and names of tensors that families have of their own. The engine's tests have the logits."""
 
 import json
 import shutil
