@@ -22,6 +22,8 @@ from chunkattn.models.spec import Experts
 
 _TILE, _LARGEST_TILE = 16, 128
 """Rows of a product on CPUs, and the least and most on GPUs."""
+_COPIED = 32
+"""Weights that GPUs copy at a time."""
 
 
 def route(logits: Float32[Array, "T E"], spec: Experts) -> tuple[Int32[Array, "T K"], Float32[Array, "T K"]]:
@@ -127,7 +129,7 @@ def _ragged(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Array
 
 
 def _batched(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Array, inputs_first: bool) -> list[jax.Array]:
-    """Return the products of tiles of rows with copies of their weights, in one batched product each, for GPUs."""
+    """Return the products of tiles of rows with copies of their weights, some tiles in a batched product, for GPUs."""
     groups, pairs = len(sizes), len(rows)
     tile = min(max(_TILE, 1 << (pairs // groups).bit_length()), _LARGEST_TILE)
     ends, tiles = jnp.cumsum(sizes), -(-sizes // tile)
@@ -139,10 +141,16 @@ def _batched(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Arra
     own = jnp.minimum(jnp.searchsorted(ends, pair, side="right"), groups - 1)
     offset = pair - ends[own] + sizes[own]
     places = (last_tile - tiles)[own] + offset // tile, offset % tile
-    numbers = (((2,), (1 if inputs_first else 2,)), ((0,), (0,)))
+    numbers = (((1,), (0 if inputs_first else 1,)), ((), ()))
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    options = {"precision": precision, "preferred_element_type": jnp.float32}
-    return [jax.lax.dot_general(given, weight[group], numbers, **options)[places] for weight in weights]
+
+    def product(weight: jax.Array) -> jax.Array:
+        def one_tile(of: tuple[jax.Array, jax.Array]) -> jax.Array:
+            return jax.lax.dot_general(of[0], weight[of[1]], numbers, precision=precision, preferred_element_type=jnp.float32)
+
+        return jax.lax.map(one_tile, (given, group), batch_size=_COPIED)[places]
+
+    return [product(weight) for weight in weights]
 
 
 def _tiled(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Array, inputs_first: bool) -> list[jax.Array]:

@@ -204,6 +204,7 @@ class Draw:
                 named[name] = tensor
                 continue
             keeps = part == "some" and self._rng.random() < 0.5
+            keeps &= ".experts." not in name  # transformers stacks experts in the order of their whole names
             named[(own if keeps else prefix) + name.removeprefix("model.")] = tensor
         self.tensors = named
 

@@ -106,10 +106,13 @@ SUBJECTS = {
     "auto window bfloat16": Subject(dtype="bfloat16", tolerance=0.2, window=11),
     "xla window": Subject("xla", window=11),
     "auto experts": Subject(experts=8),
-    "auto experts bfloat16": Subject(dtype="bfloat16", tolerance=0.2, experts=8),
+    "auto experts bfloat16": Subject(dtype="bfloat16", tolerance=1.0, experts=8),
     "auto experts packed": Subject(tolerance=5e-3, quantization="int8", experts=8),
 }
-"""By the name of the backend, with the dtype where it is not the first, and `window` or `experts` for models with them."""
+"""By the name of the backend, with the dtype where it is not the first, and `window` or `experts` for models with them.
+
+Rounding to bfloat16 changes which experts a router picks where two are about equal.
+"""
 
 
 def make_model(folder: Path, subject: Subject) -> Path:
