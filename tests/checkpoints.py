@@ -25,6 +25,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -143,6 +144,7 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     ),
     "olmo2": Olmo2Config(**_SHAPE),
     "phi3": Phi3Config(**_SHAPE, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}),
+    "seed_oss": SeedOssConfig(**_SHAPE, head_dim=32, attention_out_bias=True, mlp_bias=True),
     "smollm3": SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
     "qwen3-64": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 2}, head_dim=64, tie_word_embeddings=True),
 }

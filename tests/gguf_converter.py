@@ -30,13 +30,13 @@ def write_metadata(writer, config, architecture):
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     if architecture != "gemma":
         writer.add_rope_freq_base(full["rope_theta"])
-    if architecture not in ("gemma", "gemma3", "olmo2"):
+    if architecture not in ("gemma", "gemma3", "olmo2", "seed_oss"):
         writer.add_rope_dimension_count(int(full.get("partial_rotary_factor", 1.0) * head_dim))
     if architecture == "qwen3moe":
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if architecture in ("qwen3", "qwen3moe", "gemma", "gemma3", "mistral3"):
+    if architecture in ("qwen3", "qwen3moe", "gemma", "gemma3", "mistral3", "seed_oss"):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     _write_scaling(writer, full, architecture, config.max_position_embeddings)

@@ -20,6 +20,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SeedOssConfig,
     SmolLM3Config,
     modeling_utils,
 )
@@ -130,6 +131,7 @@ FAMILIES = {
     "phi3": Phi3Config(**_SHAPE, pad_token_id=None, sliding_window=None),
     "phi3-window": Phi3Config(**_SHAPE, pad_token_id=None, sliding_window=21),
     "phi3-longrope": Phi3Config(**_SHAPE, pad_token_id=None, rope_parameters=_LONGROPE, original_max_position_embeddings=64),
+    "seed_oss": SeedOssConfig(**_SHAPE, head_dim=32, pad_token_id=None),
     "smollm3": SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 5}, tie_word_embeddings=True, pad_token_id=None),
 }
 """Families beside those of `CONFIGS`, whose files transformers does not read."""

@@ -167,6 +167,12 @@ def _qwen2_moe(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     return _experts(config, spec).map(change)
 
 
+def _seed_oss(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
+    """Let the bias of the output projection have a key of its own."""
+    o_bias = bool(config.attention_out_bias)
+    return spec.map(lambda layer: replace(layer, mixer=replace(layer.mixer, o_bias=o_bias)))
+
+
 def _smollm3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     """Let the layers without rotary embedding see no positions."""
     rotates = config.no_rope_layers
@@ -197,6 +203,7 @@ FAMILIES = {
     ),
     "olmo2": Family("OLMo 2", ("Olmo2",), None, None, False, "whole", "none", deltas=_olmo2),
     "phi3": Family("Phi-3/4-mini", ("Phi3",), False, False, False, None, "all", partial_rotary=True, deltas=_phi3),
+    "seed_oss": Family("Seed-OSS", ("SeedOss",), None, None, None, None, "none", deltas=_seed_oss),
     "smollm3": Family("SmolLM3", ("SmolLM3",), None, None, None, None, "layer_types", deltas=_smollm3),
 }
 """Supported families by `model_type`.

@@ -175,6 +175,7 @@ GGUF_FAMILIES = {
     "phi3": GGUFFamily(
         "phi3", "Phi3ForCausalLM", windows="all", rotates_part=True, rope_tensors=(_LONG, _SHORT), settings=_phi3
     ),
+    "seed_oss": GGUFFamily("seed_oss", "SeedOssForCausalLM"),
     "smollm3": GGUFFamily("smollm3", "SmolLM3ForCausalLM", interleaves=True, settings=_smollm3),
 }
 """Supported values of `general.architecture`. Files of Mistral and SmolLM2 say `llama`, those of Granite 4's dense models

@@ -7,7 +7,7 @@ from chunkattn.calls.algorithms import ALGORITHMS
 from tests.checkpoints import VOCAB, WINDOWED
 
 LABELS = [3, 99, 7]
-PLAIN = ("gemma", "granite", "granite4", "ministral3", "olmo2", "phi3", "smollm3", "mistral3-nested")
+PLAIN = ("gemma", "granite", "granite4", "ministral3", "olmo2", "phi3", "seed_oss", "smollm3", "mistral3-nested")
 QUICK = (WINDOWED[0], "gemma")
 
 

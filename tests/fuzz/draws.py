@@ -32,6 +32,8 @@ KEYS = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     "attention bias": {"attention_bias": True},
     "mlp bias": {"mlp_bias": True},
+    "no attention bias": {"attention_bias": False},
+    "a bias of outputs": {"attention_out_bias": True},
     "window": {"sliding_window": 7},
     "window switched on": WINDOW,
     "window switched off": WINDOW | {"use_sliding_window": False},

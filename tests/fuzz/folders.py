@@ -19,7 +19,7 @@ NESTED = ("gemma3", "mistral3")
 """Multimodal families: their keys are those of `text_config`, and `write` gives tensors the names of their language part."""
 FAMILIES = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma3_text", "granite", "granitemoehybrid", "olmo2"),
-    *("phi3", "qwen2_moe", "qwen3_moe", "smollm3", *NESTED),
+    *("phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", *NESTED),
 )
 CLASSIFIED = tuple(family for family in FAMILIES if family not in ("granite", "granitemoehybrid", *NESTED))
 """Families with classifiers."""

@@ -98,6 +98,7 @@ def test_an_engine_takes_the_factors_of_its_length(longrope):
         ("ministral3", {"growth": None}),
         ("granite4", {"rotary": None}),
         ("granite", {"scale": 32**-0.5}),
+        ("seed_oss", {"o_bias": False}),
     ],
     ids=str,
 )
@@ -108,7 +109,7 @@ def test_a_setting_that_is_left_out_shows(name, change, checkpoint, oracle):
     whole = change.keys() <= {field.name for field in fields(decoder.spec)}
     spec = decoder.spec
     spec = replace(spec, **change) if whole else spec.map(lambda layer: replace(layer, mixer=replace(layer.mixer, **change)))
-    wrong = Decoder(spec, decoder.weights, decoder.dtype)
+    wrong = Decoder(spec, {name: decoder.weights[name] for name in spec.parameters()}, decoder.dtype)
     assert np.abs(dense_logits(wrong, IDS) - expected).max() > 0.05
 
 
