@@ -133,6 +133,15 @@ def loads(folder, **options):
 
 
 @pytest.fixture
+@pytest.mark.parametrize("rows", [1, 16, 32, 2048])
+@pytest.mark.parametrize(("count", "used"), [(60, 4), (128, 8)])
+def test_gpus_multiply_tiles_in_products_of_one_size(rows, count, used):
+    """A remainder would be a product of another size, and which tiles fall into it follows the company of a row."""
+    shapes = ((rows, 24), jnp.bfloat16), ((rows * used,), jnp.int32), ((count,), jnp.int32), ((count, 20, 24), jnp.bfloat16)
+    program = jax.jit(partial(experts._batched, inputs_first=False)).lower(*(jax.ShapeDtypeStruct(*of) for of in shapes))
+    assert program.as_text().count("stablehlo.dot_general") == 1
+
+
 def broken(checkpoint, tmp_path):
     """A copy of a checkpoint to break, in one file."""
     config = CHECKPOINTS["qwen3-moe"]
