@@ -225,6 +225,10 @@ def test_broken_tensors(broken, change, message):
         loads(broken)
 
 
+        (
+            lambda t: (stack(t), t.update({"model.layers.0.mlp.experts.3.down_proj.weight": np.zeros((64, 32), np.float32)})),
+            r"experts.down_proj' and '.*experts.3.down_proj.weight' stand for the same parameter; drop one",
+        ),
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
