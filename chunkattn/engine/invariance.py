@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 _OUTPUTS, _PACKED_DEPTH = 80, 1280
 _BLOCK_ROWS = tuple(sorted({*READ_BUCKETS, *SAMPLE_BUCKETS}))
 _ROWS = tuple(sorted({2, 3, 7, *_BLOCK_ROWS, 300, 1024}))
-_EXPERTS, _MIXED_ROWS = Experts(count=5, used=2, size=64), (1, 7, 300, 1024)
+_EXPERTS, _MIXED_ROWS, _PACKED_INNER = 5, (1, 7, 300, 1024), 256
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ class Invariance:
             )
         packed = {(weight.format, weight.digits) for weight in weights if isinstance(weight, Packed)}
         depth = max(model.hidden_size, *(width for layer in model.layers for width in layer.columns))
-        has_experts = any(layer.experts is not None for layer in model.layers)
-        agree = rows_agree(dtype, depth, model.vocab_size, tuple(sorted(packed)), has_experts)
+        inner = max((layer.experts.size for layer in model.layers if layer.experts is not None), default=None)
+        agree = rows_agree(dtype, depth, model.vocab_size, tuple(sorted(packed)), inner)
         if option is None and not agree:
             logger.warning(
                 "the bits of results depend on what else is computed, because XLA's sums follow the number of rows on this "
@@ -87,16 +88,34 @@ class Invariance:
         return cls(agree or option is True, one_size=not agree and option is True)
 
 
-def _random_packed(rng: np.random.Generator, form: str, digits: int) -> Packed:
-    """Return a packed matrix of random bytes. Their mask keeps every scale below 1."""
-    size = native.FORMATS[form].packed_bytes(_OUTPUTS, _PACKED_DEPTH)
+def _random_packed(
+    rng: np.random.Generator,
+    form: str,
+    digits: int,
+    outputs: int = _OUTPUTS,
+    depth: int = _PACKED_DEPTH,
+    count: int | None = None,
+) -> Packed:
+    """Return a packed matrix, or stacked matrices, of random bytes. Their mask keeps every scale below 1."""
+    size = native.FORMATS[form].packed_bytes(outputs, depth) * (count or 1)
     data = rng.integers(0, 256, size, np.uint8) & np.uint8(0x3B)
-    return Packed(jnp.asarray(data), form, _OUTPUTS, _PACKED_DEPTH, digits)
+    return Packed(jnp.asarray(data), form, outputs, depth, digits, count)
+
+
+def _mixture(inner: int, dtype: jnp.dtype) -> Callable[..., tuple[jax.Array]]:
+    """Return a function of rows, a router and experts of width `inner`."""
+    spec = Experts(_EXPERTS, 2, inner)
+
+    @jax.jit
+    def mixture(x: jax.Array, router: jax.Array, gate: Weight, up: Weight, down: Weight) -> tuple[jax.Array]:
+        return (mix(x, *route(multiply(x, router), spec), gate, up, down, spec, dtype),)
+
+    return mixture
 
 
 @cache
 def rows_agree(
-    dtype: jnp.dtype, depth: int, vocab_size: int, packed: tuple[tuple[str, int], ...] = (), has_experts: bool = False
+    dtype: jnp.dtype, depth: int, vocab_size: int, packed: tuple[tuple[str, int], ...] = (), inner: int | None = None
 ) -> bool:
     """Return whether products and sums of rows have one order of additions for any number of rows.
 
@@ -107,7 +126,7 @@ def rows_agree(
         depth: depth of the products.
         vocab_size: length of the rows that readouts add up.
         packed: format and digits of packed products.
-        has_experts: whether products of groups are computed, too.
+        inner: width of experts; None for a model without.
     """
     rng = np.random.default_rng(0)
     x = rng.random((_ROWS[-1], depth), np.float32) - 0.5
@@ -117,21 +136,25 @@ def rows_agree(
         (jax.jit(lambda x, weight: (multiply(x, weight), sums(x))), (x, weight), _ROWS),
         (jax.jit(lambda logits: normalised(logits[:, :1], logits)), (logits,), _BLOCK_ROWS),
     ]
+
+    def random(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.random(shape, np.float32) - 0.5, dtype)
+
     if packed:
         matrices = [_random_packed(rng, *of) for of in packed]
         rows = x[:, :1] * rng.standard_normal((len(x), _PACKED_DEPTH), np.float32)
         probes.append(
             (jax.jit(lambda x, *matrices: tuple(multiply(x, matrix) for matrix in matrices)), (rows, *matrices), _ROWS)
         )
-    if has_experts:
-        inward, outward = (_EXPERTS.count, _EXPERTS.size, depth), (_EXPERTS.count, _OUTPUTS, _EXPERTS.size)
-        shapes = (_EXPERTS.count, depth), inward, inward, outward
-        weights = [jnp.asarray(rng.random(shape, np.float32) - 0.5, dtype) for shape in shapes]
-
-        def mixture(x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> tuple[jax.Array]:
-            return (mix(x, *route(multiply(x, router), _EXPERTS), gate, up, down, _EXPERTS, dtype),)
-
-        probes.append((jax.jit(mixture), (x, *weights), _MIXED_ROWS))
+    if inner is not None:
+        for hidden, width in ((depth, 64), (min(depth, 64), inner)):  # both sizes of a model together would take seconds
+            inward = _EXPERTS, width, hidden
+            weights = random(_EXPERTS, hidden), random(*inward), random(*inward), random(_EXPERTS, _OUTPUTS, width)
+            probes.append((_mixture(width, dtype), (x[:, :hidden], *weights), _MIXED_ROWS))
+    if inner is not None and packed:
+        shapes = [(_PACKED_INNER, _PACKED_DEPTH)] * 2 + [(_OUTPUTS, _PACKED_INNER)]
+        stacked = [_random_packed(rng, *of, *shape, _EXPERTS) for of, shape in zip(cycle(packed), shapes, strict=False)]
+        probes.append((_mixture(_PACKED_INNER, dtype), (rows, random(_EXPERTS, _PACKED_DEPTH), *stacked), _MIXED_ROWS))
     if label_readout.serves(weight):
         read = jax.jit(lambda x, weight: label_readout.read_labels(x, weight, jnp.zeros((len(x), 1), jnp.int32)))
         probes.append((read, (x, weight), _ROWS))

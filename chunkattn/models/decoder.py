@@ -24,6 +24,7 @@ from chunkattn.models.spec import (
     EMBEDDING,
     EXPERTS,
     HEAD,
+    TRANSPOSED,
     Attention,
     DecoderSpec,
     Experts,
@@ -260,6 +261,6 @@ def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decode
             weights[name] = jnp.full(shape, 0 if name.endswith(".bias") else 1, dtype)
         else:
             draw = embedding if name == EMBEDDING else linear if len(shape) == 2 else experts
-            draw = transposed if name.endswith(".transposed") else draw
+            draw = transposed if name.endswith(TRANSPOSED) else draw
             weights[name] = draw(jax.random.fold_in(key, next(numbers)), shape, dtype)
     return Decoder(spec, weights, dtype)

@@ -134,7 +134,10 @@ def _batched(x: jax.Array, rows: jax.Array, sizes: jax.Array, *weights: jax.Arra
     tile = min(max(_TILE, 1 << (pairs // groups).bit_length()), _LARGEST_TILE)
     ends, tiles = jnp.cumsum(sizes), -(-sizes // tile)
     last_tile = jnp.cumsum(tiles)
-    number, pair = jnp.arange(min(groups, pairs) + pairs // tile), jnp.arange(pairs)
+    count = min(groups, pairs) + pairs // tile
+    if count > _COPIED:  # no remainder: a product of another size may add up in another order
+        count = -(-count // _COPIED) * _COPIED
+    number, pair = jnp.arange(count), jnp.arange(pairs)
     group = jnp.minimum(jnp.searchsorted(last_tile, number, side="right"), groups - 1)
     begin = ends[group] - sizes[group] + (number - last_tile[group] + tiles[group]) * tile
     given = x[rows[jnp.clip(begin[:, None] + jnp.arange(tile), 0, pairs - 1)]]

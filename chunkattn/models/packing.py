@@ -155,12 +155,12 @@ def load_packed(
         is_columns = axis == len(shape) - 1
         rows, columns = (slice(0, shape[-2]), held) if is_columns else (held, slice(0, depth))
         out = _aligned_zeros(count * size)
-        for number, begin in product(range(count), range(rows.start, rows.stop, step)):
+        for matrix, begin in product(range(count), range(rows.start, rows.stop, step)):
             index = (slice(begin, min(begin + step, rows.stop)), columns)
-            blocks = read((slice(number, number + 1), *index) if stacked else index)
+            blocks = read((slice(matrix, matrix + 1), *index) if stacked else index)
             if missing := -len(blocks) % native.ROWS:
                 blocks = np.pad(blocks, ((0, missing), (0, 0)))
-            place = number * size + (begin - rows.start) * (size // outputs)
+            place = matrix * size + (begin - rows.start) * (size // outputs)
             try:
                 native.pack(form, blocks, out[place : place + len(blocks) * (size // outputs)])
             except ModelError:

@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkattn.errors import ConfigError
 from chunkattn.models.packed import Packed, Weight
-from chunkattn.models.spec import EXPERTS, DecoderSpec
+from chunkattn.models.spec import EXPERTS, TRANSPOSED, DecoderSpec
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Index = tuple[slice, ...]
@@ -117,7 +117,7 @@ class Shards:
         """
         *outer, module, leaf = name.split(".")
         if EXPERTS in outer:  # every device holds some columns of each expert
-            return divided(None, None, _ALL) if (module in _INPUTS) == (leaf == "weight") else divided(None, _ALL)
+            return divided(None, None, _ALL) if (module in _INPUTS) == (leaf != TRANSPOSED) else divided(None, _ALL)
         if module in _INPUTS and leaf == "weight":
             return divided(None, _ALL)
         return _OUTPUTS.get(module, WHOLE)

@@ -18,6 +18,8 @@ EXPERTS = "experts"
 """Part of the names of the experts' parameters, in checkpoints before the number of an expert."""
 ROUTERS = ("mlp.gate.weight", "mlp.shared_expert_gate.weight")
 """Ends of the names of small matrices that decide about experts, which are never packed."""
+TRANSPOSED = "transposed"
+"""Last part of the names of stacked weights whose inputs come first, in place of `weight`."""
 _INPUTS_FIRST = ("tpu",)
 """Platforms that multiply stacked weights with their inputs first, and would transpose others at each call."""
 EMBEDDING, HEAD, CLASSES = "model.embed_tokens.weight", "lm_head.weight", "score.weight"
@@ -187,8 +189,8 @@ class Experts:
 
     @property
     def leaf(self) -> str:
-        """Return the last part of the names of the experts' parameters: `transposed` if inputs come first."""
-        return "transposed" if self.inputs_first else "weight"
+        """Return the last part of the names of the experts' parameters."""
+        return TRANSPOSED if self.inputs_first else "weight"
 
     def parameters(self, hidden: int) -> Shapes:
         """Return the shapes of the router, and of the experts' stacked weights, `[experts, out, in]`.

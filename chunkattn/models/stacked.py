@@ -30,7 +30,7 @@ class StackedExperts:
         needs_all: see `SafetensorsFolder`.
 
     Raises:
-        ModelError: a layer lacks an expert.
+        ModelError: a layer lacks an expert, or an expert is stored twice.
     """
 
     def __init__(self, source: SafetensorsFolder, spec: DecoderSpec) -> None:
@@ -47,6 +47,9 @@ class StackedExperts:
             before, _, module = name.rpartition(".")
             if before.rpartition(".")[2] == EXPERTS and module in _STACKED:
                 self._split(name, before, _STACKED[module], shapes)
+        for parameter in sorted(self._parts.keys() & self._experts.keys()):
+            stacked, numbered = self._parts[parameter][0], next(iter(self._experts[parameter].values()))
+            raise ModelError(f"{self.path}: tensors {stacked!r} and {numbered!r} stand for the same parameter; drop one")
         for parameter, experts in self._experts.items():
             if parameter in shapes and (lost := set(range(shapes[parameter][0])) - experts.keys()):
                 raise ModelError(

@@ -23,14 +23,11 @@ from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.packing import Packing, load_packed, plan_packing
 from chunkattn.models.safetensors_folder import BASE_PREFIX, NESTED_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
-from chunkattn.models.spec import EMBEDDING, HEAD, DecoderSpec
+from chunkattn.models.spec import EMBEDDING, HEAD, TRANSPOSED, DecoderSpec
 from chunkattn.models.stacked import StackedExperts
 
 logger = logging.getLogger(__name__)
 
-
-_TRANSPOSED = ".transposed"
-"""End of the names of parameters whose inputs come first."""
 _ROWS = 4096
 """Rows of the embedding and of the head that are compared at a time."""
 TensorSource = SafetensorsFolder | SplitTensors | StackedExperts | GGUFTensors
@@ -92,12 +89,12 @@ def fill(
     spec, embedding = _tied(spec, source, dtype)
     spec = spec.stored_for(shards.devices[0].platform)
     shapes = spec.parameters()
-    names = {name: f"{name.removesuffix(_TRANSPOSED)}.weight" if name.endswith(_TRANSPOSED) else name for name in shapes}
+    names = {name: f"{name.removesuffix(TRANSPOSED)}weight" if name.endswith(TRANSPOSED) else name for name in shapes}
     names[EMBEDDING] = embedding
     _check_names(source, spec, names.values())
     for parameter, name in names.items():
         expected, shape = shapes[parameter], source.shape(name)
-        if parameter.endswith(_TRANSPOSED):
+        if parameter.endswith(TRANSPOSED):
             expected = expected[0], expected[2], expected[1]
         if shape != expected:
             raise ModelError(f"{source.path}: tensor {name!r} has shape {list(shape)}, the configuration says {list(expected)}")
@@ -110,7 +107,7 @@ def fill(
             where = f"{source.path}: tensor {name!r}"
             weights[parameter] = load_packed(packing, parameter, shapes[parameter], form, read, shards, where)
         else:
-            read = partial(_read_transposed if parameter.endswith(_TRANSPOSED) else _read_finite, source, name, dtype)
+            read = partial(_read_transposed if parameter.endswith(TRANSPOSED) else _read_finite, source, name, dtype)
             weights[parameter] = shards.load(parameter, shapes[parameter], read)
         source.release(name)
     return Decoder(spec, weights, dtype, shards)

@@ -226,8 +226,8 @@ double normaliser_error(const Kernel &kernel) {
   return worst;
 }
 
-// The largest error of random products of groups at a depth of 400, or infinity where the cut into tasks, or the company of a pair,
-// changes a bit.
+// The largest error of random products of groups at a depth of at most 384, or infinity where the cut into tasks, or the company of
+// a pair, changes a bit.
 double groups_error(const Kernel &kernel) {
   const int groups = draw(1, 9), count = draw(1, 40), outputs = draw(1, 90), in = 32 * draw(1, 12);
   std::vector<int32_t> sizes(groups), rows;

@@ -1,5 +1,6 @@
 """Native products of groups: their values against float64, and the same bits in any group."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -115,3 +116,41 @@ def test_wrong_pairs(rows, sizes, message):
     x, weight = jnp.ones((9, 32), jnp.bfloat16), jnp.ones((2, 8, 32), jnp.bfloat16)
     with pytest.raises(Exception, match=message):
         groups.multiply(x, jnp.asarray(rows, jnp.int32), jnp.asarray(sizes, jnp.int32), weight)[0].block_until_ready()
+
+
+@pytest.mark.parametrize(
+    ("weight", "out", "message"),
+    [
+        ((3, 8, 32), (2, 8), "a matrix for each group"),
+        ((2, 8, 64), (2, 8), "the inputs of the rows"),
+        ((8, 32), (2, 8), "a matrix for each group"),
+        ((2, 8, 32), (1, 8), "a row for each row or pair"),
+        ((2, 8, 32), (3, 8), "a row for each row or pair"),
+        ((2, 8, 32), (2, 9), "the outputs of their weights"),
+    ],
+)
+def test_wrong_shapes(weight, out, message):
+    x, weight = jnp.ones((9, 32), jnp.bfloat16), jnp.ones(weight, jnp.bfloat16)
+    pairs = jnp.asarray([0, 1], jnp.int32), jnp.asarray([1, 1], jnp.int32)
+    call = jax.ffi.ffi_call(library.GROUPS, [jax.ShapeDtypeStruct(out, jnp.float32)])
+    with pytest.raises(Exception, match=message):
+        call(x, *pairs, weight)[0].block_until_ready()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_wrong_shapes_of_packed_products(rows):
+    data = np.concatenate([pack("Q8_0", rows_of("Q8_0", 16, 32, 0))] * 2)
+    options = {"packings": np.array([packed.FORMATS["Q8_0"].number], np.int32), "digits": np.int32(2)}
+    call = jax.ffi.ffi_call(library.PACKED_GROUPS, [jax.ShapeDtypeStruct((rows, 16), jnp.float32)])
+    pairs = jnp.asarray([0, 1], jnp.int32), jnp.asarray([1, 1], jnp.int32)
+    with pytest.raises(Exception, match="a row for each row or pair"):
+        call(jnp.ones((9, 32)), *pairs, data, **options)[0].block_until_ready()
+
+
+def test_inputs_that_a_kernel_does_not_take(kernel):
+    x, weight, pairs = jnp.ones((9, 40), jnp.bfloat16), jnp.ones((2, 8, 40), jnp.bfloat16), jnp.asarray([1, 1], jnp.int32)
+    if kernel == "amx":
+        np.testing.assert_array_equal(groups.multiply(x, pairs, pairs, weight)[0], np.full((2, 8), 40))
+    else:
+        with pytest.raises(Exception, match="a multiple of 32 inputs"):
+            groups.multiply(x, pairs, pairs, weight)[0].block_until_ready()

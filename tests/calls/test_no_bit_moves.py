@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from transformers import Gemma3TextConfig, Ministral3Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, Ministral3Config, Qwen2MoeConfig, Qwen3Config, Qwen3MoeConfig
 
 from chunkattn import LLM, Choice, ChunkedPrompt, DocumentPrompt, Focus, Option, Predicate, Rating, SamplingParams
 from chunkattn.backends import registry
@@ -320,15 +320,16 @@ KINDS = {
     "experts float32": {},
     "experts bfloat16": {"dtype": "bfloat16"},
     "experts quantized": {"quantization": "int8", "dtype": "bfloat16"},
+    "shared-expert bfloat16": {"dtype": "bfloat16"},
     "gemma bfloat16": {"dtype": "bfloat16"},
     "ministral float32": {},
 }
 """Options of engines by name. The first runs in the quick tests; deep ones have products as deep as those of real models,
-those of windows a layer with a sliding window, and those of experts a layer with experts. Gemma 3 has windows, GELU and more
-norms, Ministral 3 queries that grow."""
+those of windows a layer with a sliding window, and those of experts a layer with experts. Qwen2-MoE has a shared expert with a
+gate, Gemma 3 windows, GELU, more norms and bounded logits, Ministral 3 queries that grow."""
 
 
-OWN_MODELS = ("deep", "windows", "experts", "gemma", "ministral")
+OWN_MODELS = ("deep", "windows", "experts", "shared-expert", "gemma", "ministral")
 """Beginnings of the names of engines with another model."""
 
 
@@ -358,11 +359,21 @@ def experts(tmp_path_factory):
     return made
 
 
+@pytest.fixture(scope="session", name="shared-expert")
+def shared_expert(tmp_path_factory):
+    made = tmp_path_factory.mktemp("shared-expert")
+    own = {"num_experts": 9, "num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 96}
+    make_checkpoint(Qwen2MoeConfig(**{**SHAPE, "max_position_embeddings": 2048}, **own), made)
+    add_tokenizer(made, chat_template=CHATML)
+    return made
+
+
 @pytest.fixture(scope="session")
 def gemma(tmp_path_factory):
     made = tmp_path_factory.mktemp("gemma")
     kinds = ["sliding_attention", "full_attention"]
-    make_checkpoint(Gemma3TextConfig(**{**SHAPE, "max_position_embeddings": 2048}, sliding_window=37, layer_types=kinds), made)
+    own = {"sliding_window": 37, "layer_types": kinds, "final_logit_softcapping": 5.0}
+    make_checkpoint(Gemma3TextConfig(**{**SHAPE, "max_position_embeddings": 2048}, **own), made)
     add_tokenizer(made, chat_template=CHATML)
     return made
 
@@ -379,7 +390,7 @@ def ministral(tmp_path_factory):
 
 def _marked(kind):
     slow = kind in ("quantized int8", "windows float32", "windows tiled", "gemma bfloat16", "ministral float32")
-    slow |= kind in ("experts float32", "experts quantized")
+    slow |= kind in ("experts float32", "experts quantized", "shared-expert bfloat16")
     return pytest.param(kind, marks=pytest.mark.slow if slow else pytest.mark.ci)
 
 

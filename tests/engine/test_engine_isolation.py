@@ -9,7 +9,7 @@ import pytest
 from chunkattn import SamplingParams
 from chunkattn.engine import readout
 from chunkattn.engine.messages import GenerateRequest, PrecomputeRequest, RequestFailed, ScoreRequest, ScoreResult, TokenOutput
-from chunkattn.rope.positions import make_layout
+from chunkattn.rope.positions import PADDING, make_layout
 from tests.engine.test_cache import part
 
 TEXT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -161,6 +161,22 @@ def test_requests_that_fail_together_only_end(core, monkeypatch):
     answers = run(core)
     assert sum(isinstance(a, RequestFailed) for a in answers.values()) >= 2
     assert not core.has_work
+
+
+def test_rows_of_padding_have_no_position(core, monkeypatch):
+    """With a position, they would take places in the groups of experts."""
+    build, padding = core.builder.build, []
+
+    def building(spans):
+        step = build(spans)
+        padding.extend(step.arrays.positions[step.num_rows :])
+        assert (step.arrays.positions[: step.num_rows] >= 0).all()
+        return step
+
+    monkeypatch.setattr(core.builder, "build", building)
+    run(core)
+    assert padding
+    assert set(padding) == {PADDING}
 
 
 def test_a_suspect_may_be_aborted(core, monkeypatch):

@@ -14,6 +14,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from chunkattn.backends.cpu import library
 from chunkattn.config import EngineConfig
 from chunkattn.engine.invariance import rows_agree
 from chunkattn.engine.plan import CHIPS, plan
@@ -22,6 +23,7 @@ from chunkattn.models import experts
 from chunkattn.models.experts import mix, route
 from chunkattn.models.linear import multiply
 from chunkattn.models.loader import open_files
+from chunkattn.models.packed import Packed
 from chunkattn.models.spec import Experts
 from chunkattn.models.weights import save_weights
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
@@ -97,16 +99,22 @@ def test_rows_without_experts(dtype):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_self_test_of_bits_has_experts(dtype, monkeypatch):
-    assert rows_agree(jnp.dtype(dtype), 64, 100, has_experts=True)
+    packed = () if library.refusal() else (("Q4_K", 2), ("Q8_0", 2))
     original = experts.multiply_groups
+    assert rows_agree(jnp.dtype(dtype), 64, 100, packed, INNER)
 
-    def wrong(x, rows, sizes, *args):
-        follows = 1 + 2.0**-20 * (sizes.max() > 100)  # the last digits follow the size of a group
-        return [product * follows for product in original(x, rows, sizes, *args)]
+    def plant(is_wrong):
+        def wrong(x, rows, sizes, weights, *args):
+            follows = 1 + 2.0**-20 * (sizes.max() > 100)  # the last digits follow the size of a group
+            products = original(x, rows, sizes, weights, *args)
+            return [y * follows if is_wrong(w) else y for y, w in zip(products, weights, strict=True)]
 
-    monkeypatch.setattr(experts, "multiply_groups", wrong)
-    rows_agree.cache_clear()
-    assert not rows_agree(jnp.dtype(dtype), 64, 100, has_experts=True)
+        monkeypatch.setattr(experts, "multiply_groups", wrong)
+        rows_agree.cache_clear()
+
+    for kind in (INNER, *(form for form, _ in packed[1:])):
+        plant(lambda weight, kind=kind: kind == (weight.format if isinstance(weight, Packed) else weight.shape[2]))
+        assert not rows_agree(jnp.dtype(dtype), 64, 100, packed, INNER)
     rows_agree.cache_clear()
 
 
@@ -123,6 +131,15 @@ def test_forms_of_each_platform(form, sizes, inputs_first):
     (found,) = compute(jnp.asarray(x), jnp.asarray(rows), jnp.asarray(sizes, jnp.int32), stored)
     expected = np.einsum("pd,pod->po", x[rows[: len(group)]], weight[group])
     np.testing.assert_allclose(found[: len(group)], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 2048])
+@pytest.mark.parametrize(("count", "used"), [(60, 4), (128, 8)])
+def test_gpus_multiply_tiles_in_products_of_one_size(rows, count, used):
+    """A remainder would be a product of another size, and which tiles fall into it follows the company of a row."""
+    shapes = ((rows, 24), jnp.bfloat16), ((rows * used,), jnp.int32), ((count,), jnp.int32), ((count, 20, 24), jnp.bfloat16)
+    program = jax.jit(partial(experts._batched, inputs_first=False)).lower(*(jax.ShapeDtypeStruct(*of) for of in shapes))
+    assert program.as_text().count("stablehlo.dot_general") == 1
 
 
 # Loading
@@ -207,6 +224,10 @@ def test_saved_weights_are_those_of_transformers(checkpoint, tmp_path):
         (
             lambda t: t.update({"model.layers.0.mlp.experts.3.up_proj.weight": np.full((32, 64), np.nan, np.float32)}),
             "holds NaN or infinite values",
+        ),
+        (
+            lambda t: (stack(t), t.update({"model.layers.0.mlp.experts.3.down_proj.weight": np.zeros((64, 32), np.float32)})),
+            r"experts.down_proj' and '.*experts.3.down_proj.weight' stand for the same parameter; drop one",
         ),
     ],
 )

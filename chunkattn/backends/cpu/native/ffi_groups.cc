@@ -1,5 +1,6 @@
 // Operators on packed weights and on groups of rows as calls of XLA's foreign function interface.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "ffi.h"
@@ -7,13 +8,16 @@
 namespace chunkattn {
 namespace {
 
-// Sets packed weights, each of `groups` matrices; returns why they are wrong, or null.
-const char *packed_weights(const ffi::RemainingArgs &data, ffi::RemainingRets &out, ffi::Span<const int32_t> packings, int depth,
-                           int groups, std::vector<PackedWeight> &to) {
+constexpr const char *kWrongProducts = "products must have a row for each row or pair";
+
+// Sets packed weights, each of `groups` matrices, whose products have `rows` rows; returns why they are wrong, or null.
+const char *packed_weights(const ffi::RemainingArgs &data, ffi::RemainingRets &out, ffi::Span<const int32_t> packings, int rows,
+                           int depth, int groups, std::vector<PackedWeight> &to) {
   for (size_t i = 0; i < data.size(); i++) {
     const auto from = data.get<Codes>(i);
     auto product = out.get<Factors>(i);
     if (!from || !product) return "packed weights are uint8, and their products float32";
+    if ((*product)->dimensions().size() != 2 || (*product)->dimensions()[0] != rows) return kWrongProducts;
     const Packing packing = Packing(packings[i]);
     const int outputs = int((*product)->dimensions()[1]);
     if (packed_bytes(packing, outputs, depth) * groups != int64_t(from->element_count()))
@@ -28,7 +32,7 @@ ffi::Error multiply_packed(ffi::ThreadPool pool, Factors x, ffi::RemainingArgs d
                            ffi::Span<const int32_t> packings, int32_t digits) {
   const int rows = int(x.dimensions()[0]), depth = int(x.dimensions()[1]);
   std::vector<PackedWeight> weights;
-  if (const char *why = packed_weights(data, out, packings, depth, 1, weights)) return ffi::Error::InvalidArgument(why);
+  if (const char *why = packed_weights(data, out, packings, rows, depth, 1, weights)) return ffi::Error::InvalidArgument(why);
   XlaThreads threads(pool);
   multiply(x.typed_data(), rows, depth, digits, weights.data(), int(weights.size()), current_packed(), threads);
   return ffi::Error::Success();
@@ -70,12 +74,20 @@ ffi::Error multiply_group_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, N
   GroupedRows<uint16_t> given{};
   given.x = static_cast<const uint16_t *>(x.untyped_data()), given.count = int(x.dimensions()[0]), given.in = int(x.dimensions()[1]);
   if (const char *why = group(given, rows, sizes)) return ffi::Error::InvalidArgument(why);
+  if (strcmp(current().name, "amx") && given.in % 32)
+    return ffi::Error::InvalidArgument("rows must have a multiple of 32 inputs for kernels other than amx");
   std::vector<GroupWeight> of;
   for (size_t i = 0; i < weights.size(); i++) {
     const auto weight = weights.get<ffi::Buffer<ffi::BF16>>(i);
-    if (!weight) return ffi::Error::InvalidArgument("weights must be bfloat16");
-    of.push_back({static_cast<const uint16_t *>(weight->untyped_data()), int(weight->dimensions()[1]), (*out.get<Factors>(i))->typed_data()});
-    clear(*out.get<Factors>(i), given.pairs);
+    auto product = out.get<Factors>(i);
+    if (!weight || !product) return ffi::Error::InvalidArgument("weights must be bfloat16, and their products float32");
+    const auto shape = weight->dimensions(), written = (*product)->dimensions();
+    if (shape.size() != 3 || shape[0] != given.groups || shape[2] != given.in)
+      return ffi::Error::InvalidArgument("weights must have a matrix for each group, and the inputs of the rows");
+    if (written.size() != 2 || written[0] != int64_t(rows.element_count())) return ffi::Error::InvalidArgument(kWrongProducts);
+    if (written[1] != shape[1]) return ffi::Error::InvalidArgument("products must have the outputs of their weights");
+    of.push_back({static_cast<const uint16_t *>(weight->untyped_data()), int(shape[1]), (*product)->typed_data()});
+    clear(*product, given.pairs);
   }
   XlaThreads threads(pool);
   multiply_groups(given, of.data(), int(of.size()), current(), threads);
@@ -87,8 +99,10 @@ ffi::Error multiply_packed_groups(ffi::ThreadPool pool, Factors x, Numbers rows,
   GroupedRows<float> given{};
   given.x = x.typed_data(), given.count = int(x.dimensions()[0]), given.in = int(x.dimensions()[1]);
   if (const char *why = group(given, rows, sizes)) return ffi::Error::InvalidArgument(why);
+  const int pairs = int(rows.element_count());
   std::vector<PackedWeight> weights;
-  if (const char *why = packed_weights(data, out, packings, given.in, given.groups, weights)) return ffi::Error::InvalidArgument(why);
+  if (const char *why = packed_weights(data, out, packings, pairs, given.in, given.groups, weights))
+    return ffi::Error::InvalidArgument(why);
   for (size_t i = 0; i < out.size(); i++) clear(*out.get<Factors>(i), given.pairs);
   XlaThreads threads(pool);
   multiply_groups(given, digits, weights.data(), int(weights.size()), current_packed(), threads);
