@@ -44,6 +44,7 @@ class Family:
         windows: layers with a sliding window: none, all if `sliding_window` is set, or those of `layer_types`.
         classifies: whether transformers has a sequence classifier of the family.
         partial_rotary: whether `partial_rotary_factor` counts, by which a part of each head is rotated.
+        activation_key: key of the MLP's activation.
         deltas: what else is its own: returns the shape with it. It gets the configuration and the shape without it.
     """
 
@@ -56,6 +57,7 @@ class Family:
     windows: Literal["none", "all", "layer_types"]
     classifies: bool = True
     partial_rotary: bool = False
+    activation_key: str = "hidden_act"
     deltas: Callable[[PretrainedConfig, DecoderSpec], DecoderSpec] = lambda config, spec: spec
 
 
@@ -144,8 +146,8 @@ def _experts(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     dense = config.mlp_only_layers
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < spec.num_layers for layer in dense):
         raise _wrong(f"mlp_only_layers must be a list of layers below {spec.num_layers}, got {dense!r}")
-    if (activation := _activation(config)) not in ("silu", "swish"):
-        raise _wrong(f"hidden_act {activation!r} is not supported by experts; only silu is")
+    if config.hidden_act not in ("silu", "swish"):
+        raise _wrong(f"hidden_act {config.hidden_act!r} is not supported by experts; only silu is")
     experts = Experts(count, used, size, is_normalised=bool(config.norm_topk_prob))
     layers = (
         layer if index in dense or (index + 1) % step else replace(layer, feed_forward=None, experts=experts)
@@ -190,7 +192,17 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen2 MoE", ("Qwen2Moe",), None, False, False, None, "layer_types", deltas=_qwen2_moe),
     "qwen3_moe": Family("Qwen3 MoE", ("Qwen3Moe",), None, None, False, "head", "all", deltas=_experts),
     "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
-    "gemma3_text": Family("Gemma 3", ("Gemma3", "Gemma3Text"), None, None, False, "head", "layer_types", deltas=_gemma3),
+    "gemma3_text": Family(
+        "Gemma 3",
+        ("Gemma3", "Gemma3Text"),
+        None,
+        None,
+        False,
+        "head",
+        "layer_types",
+        activation_key="hidden_activation",
+        deltas=_gemma3,
+    ),
     "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),
     "granitemoehybrid": Family(
         "Granite 4", ("GraniteMoeHybrid",), None, None, False, None, "none", classifies=False, deltas=_granite_hybrid
@@ -243,7 +255,8 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         return _nested(config, max_model_len)
     family, architecture = _family(config)
     is_classifier = architecture.endswith(_CLASSIFIER)
-    _refuse_foreign_forward_passes(config, architecture)
+    activation = _activation(family, config)
+    _refuse_foreign_keys(config)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for name in (*sizes, "num_key_value_heads", "max_position_embeddings", *(["num_labels"] if is_classifier else [])):
         value = getattr(config, name, None)
@@ -276,7 +289,7 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         o_bias=_decided(family.o_bias, config, "attention_bias"),
         qk_norm=family.qk_norm,
     )
-    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), _ACTIVATIONS[_activation(config)])
+    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), activation)
     kinds, window = _layer_kinds(family, config, limit)
     mixers = {_FULL: replace(attention, rotary=rotaries[_FULL])}
     mixers[_WINDOWED] = replace(attention, rotary=rotaries[_WINDOWED], window=window)
@@ -357,15 +370,6 @@ def unsupported(what: str) -> ModelError:
     return ModelError(f"{what} is not supported; supported are {', '.join(known)}, and {_CLASSIFIER} classes of most")
 
 
-def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) -> None:
-    """Raise if a key that every class of transformers obeys asks for something that the decoder does not compute."""
-    if _activation(config) not in _ACTIVATIONS:
-        raise ModelError(
-            f"hidden_act {_activation(config)!r} is not supported by {architecture}; only {', '.join(_ACTIVATIONS)} are"
-        )
-    _refuse_foreign_keys(config)
-
-
 def _refuse_foreign_keys(config: PretrainedConfig) -> None:
     """Raise if a key that no class reads, but transformers itself, asks for something that is not supported."""
     for key in ("quantization_config", "quantization"):  # the second is MLX's
@@ -383,9 +387,13 @@ def _decided(by_family: bool | None, config: PretrainedConfig, key: str) -> bool
     return bool(getattr(config, key, False)) if by_family is None else by_family
 
 
-def _activation(config: PretrainedConfig) -> str:
-    """Return the name of the MLP's activation, for which Gemma 3 has another key."""
-    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+def _activation(family: Family, config: PretrainedConfig) -> Literal["silu", "gelu_tanh"]:
+    """Return the MLP's activation."""
+    name = str(getattr(config, family.activation_key))
+    if name not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ModelError(f"{family.activation_key} {name!r} is not supported by {family.name}; only {known} are")
+    return _ACTIVATIONS[name]
 
 
 def _rope_parameters(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
