@@ -45,6 +45,7 @@ class Family:
         classifies: whether transformers has a sequence classifier of the family.
         partial_rotary: whether `partial_rotary_factor` counts, by which a part of each head is rotated.
         activation_key: key of the MLP's activation.
+        limit_is_scaled: whether `max_position_embeddings` includes the factor of a linear scaling.
         deltas: what else is its own: returns the shape with it. It gets the configuration and the shape without it.
     """
 
@@ -58,6 +59,7 @@ class Family:
     classifies: bool = True
     partial_rotary: bool = False
     activation_key: str = "hidden_act"
+    limit_is_scaled: bool = False
     deltas: Callable[[PretrainedConfig, DecoderSpec], DecoderSpec] = lambda config, spec: spec
 
 
@@ -201,6 +203,7 @@ FAMILIES = {
         "head",
         "layer_types",
         activation_key="hidden_activation",
+        limit_is_scaled=True,
         deltas=_gemma3,
     ),
     "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),
@@ -278,7 +281,7 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         kind: make_rotary(rope, head_dim, limit, max_model_len or limit, partial=family.partial_rotary)
         for kind, rope in ropes.items()
     }
-    limit = _max_model_len(config, ropes[_FULL])  # the parameters have been checked
+    limit = _max_model_len(family, config, ropes[_FULL])  # the parameters have been checked
     attention = Attention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -421,10 +424,10 @@ def _layer_kinds(family: Family, config: PretrainedConfig, max_model_len: int) -
     return kinds, None if window >= max_model_len else window
 
 
-def _max_model_len(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
+def _max_model_len(family: Family, config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
     """Return the positions that the checkpoint supports. A scaling factor counts if it extends the configured length."""
     length = int(config.max_position_embeddings)
-    if rope.get("rope_type") == "linear":
+    if rope.get("rope_type") == "linear" and not family.limit_is_scaled:
         return int(length * rope["factor"])
     if rope.get("rope_type") == "yarn":
         original = rope.get("original_max_position_embeddings") or length

@@ -124,6 +124,10 @@ def test_a_pattern_of_windows(tmp_path):
         assert "".join("f" if window is None else "w" for window in spec.windows) == expected
 
 
+def test_the_length_of_gemma_3_includes_the_factor_of_its_scaling(written):
+    assert opened(written("gemma3-linear", Kind.Q8_0).path).spec.max_model_len == 256
+
+
 def test_a_file_of_one_set_of_factors(tmp_path):
     for name, message in (
         ("long", "tensor 'rope_factors_long.weight' is missing"),
