@@ -109,6 +109,15 @@ def _granite(file: GGUFFile, common: Settings) -> Settings:
     }
 
 
+def _olmo2(file: GGUFFile, common: Settings) -> Settings:
+    """Refuse windows, even of all positions, with a scaling or a base of their own: llama.cpp scales full layers only."""
+    key, rope = ".attention.sliding_window", common["rope_parameters"]
+    has_own = _number(file, ".rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]
+    if file.get(key, (int, list), 0) and (has_own or rope["rope_type"] != "default"):
+        raise file.fault(f"{file.full(key)} beside RoPE scaling or rope.freq_base_swa is not supported in GGUF")
+    return {}
+
+
 def _phi3(file: GGUFFile, common: Settings) -> Settings:
     """Return the share of each head that is rotated, and the factors of longrope, which are tensors."""
     rope, rotated = common["rope_parameters"], file.get(".rope.dimension_count", int, common["head_dim"])
@@ -171,7 +180,7 @@ GGUF_FAMILIES = {
         reads=("attention.scale", "logit_scale", "residual_scale", "embedding_scale"),
         settings=_granite,
     ),
-    "olmo2": GGUFFamily("olmo2", "Olmo2ForCausalLM"),
+    "olmo2": GGUFFamily("olmo2", "Olmo2ForCausalLM", settings=_olmo2),
     "phi3": GGUFFamily(
         "phi3", "Phi3ForCausalLM", windows="all", rotates_part=True, rope_tensors=(_LONG, _SHORT), settings=_phi3
     ),
