@@ -128,6 +128,25 @@ def test_the_length_of_gemma_3_includes_the_factor_of_its_scaling(written):
     assert opened(written("gemma3-linear", Kind.Q8_0).path).spec.max_model_len == 256
 
 
+def test_the_frequencies_of_windows(tmp_path):
+    path = write(tmp_path / "model.gguf", "gemma3", change=lambda w: w.add_rope_freq_base_swa(500.0)).path
+    for layer in opened(path).spec.layers:
+        base = 500.0 if layer.mixer.window else 1e6
+        np.testing.assert_allclose(layer.mixer.rotary.inv_freq, base ** -(np.arange(0, 32, 2) / 32), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(7, 32**-0.5), (62, 64**-0.5)])
+def test_the_scale_of_gemma_3_27b_is_by_hidden_size_and_heads(layers, scale, tmp_path):
+    """llama.cpp and its converter tell that model by its 62 layers; no key does."""
+
+    def change(writer):
+        writer.kv_data[0]["gemma3.block_count"].value = layers
+
+    norms = {f"blk.{layer}.attn_norm.weight": np.ones(256, np.float32) for layer in range(7, layers)}
+    spec = opened(write(tmp_path / "model.gguf", "gemma3", change=change, tensors=norms).path).spec
+    assert {layer.mixer.scale for layer in spec.layers} == {scale}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
