@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _CLASSIFIER, _LANGUAGE_MODEL, _BARE = "ForSequenceClassification", "ForCausalLM", "Model"
 _MULTIMODAL = "ForConditionalGeneration"
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
+WINDOWED, FULL = "sliding_attention", "full_attention"
+"""Types of layers by their names in transformers."""
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP by their names in transformers."""
 _FUSED_PROJECTIONS: Fused = (
@@ -97,8 +98,8 @@ def _granite_hybrid(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     if (experts := config.num_local_experts) != 0:
         raise _wrong(f"num_local_experts {experts!r}: experts are not supported by Granite 4, only dense models (0) are")
     kinds = list(config.layer_types)
-    if unknown := sorted(set(kinds) - {_FULL}):
-        raise ModelError(f"layer type {unknown[0]!r} is not supported by Granite 4; only {_FULL} is")
+    if unknown := sorted(set(kinds) - {FULL}):
+        raise ModelError(f"layer type {unknown[0]!r} is not supported by Granite 4; only {FULL} is")
     if len(kinds) != spec.num_layers:
         raise _wrong(f"layer_types has {len(kinds)} entries for {spec.num_layers} layers")
     width = config.shared_intermediate_size
@@ -281,7 +282,7 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         kind: make_rotary(rope, head_dim, limit, max_model_len or limit, partial=family.partial_rotary)
         for kind, rope in ropes.items()
     }
-    limit = _max_model_len(family, config, ropes[_FULL])  # the parameters have been checked
+    limit = _max_model_len(family, config, ropes[FULL])  # the parameters have been checked
     attention = Attention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -294,8 +295,8 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
     )
     mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), activation)
     kinds, window = _layer_kinds(family, config, limit)
-    mixers = {_FULL: replace(attention, rotary=rotaries[_FULL])}
-    mixers[_WINDOWED] = replace(attention, rotary=rotaries[_WINDOWED], window=window)
+    mixers = {FULL: replace(attention, rotary=rotaries[FULL])}
+    mixers[WINDOWED] = replace(attention, rotary=rotaries[WINDOWED], window=window)
     spec = DecoderSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,
@@ -402,22 +403,22 @@ def _activation(family: Family, config: PretrainedConfig) -> Literal["silu", "ge
 def _rope_parameters(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
     """Return the parameters of the rotary embedding of each kind of layer, which most families have in common."""
     parameters = config.rope_parameters
-    if _FULL in parameters:
-        return {kind: parameters[kind] for kind in (_FULL, _WINDOWED)}
-    return {_FULL: parameters, _WINDOWED: parameters}
+    if FULL in parameters:
+        return {kind: parameters[kind] for kind in (FULL, WINDOWED)}
+    return {FULL: parameters, WINDOWED: parameters}
 
 
 def _layer_kinds(family: Family, config: PretrainedConfig, max_model_len: int) -> tuple[list[str], int | None]:
     """Return the kind of each layer, and the window of those with one. A window of all positions of the model is none."""
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     if family.windows == "none" or (family.windows == "all" and window is None):
-        return [_FULL] * layers, None
-    kinds = [_WINDOWED] * layers if family.windows == "all" else list(config.layer_types)
-    if unknown := sorted(set(kinds) - {_FULL, _WINDOWED}):
+        return [FULL] * layers, None
+    kinds = [WINDOWED] * layers if family.windows == "all" else list(config.layer_types)
+    if unknown := sorted(set(kinds) - {FULL, WINDOWED}):
         raise ModelError(f"layer type {unknown[0]!r} is not supported by {family.name}")
     if len(kinds) != layers:
         raise _wrong(f"layer_types has {len(kinds)} entries for {layers} layers")
-    if _WINDOWED not in kinds:
+    if WINDOWED not in kinds:
         return kinds, None
     if not isinstance(window, int) or window < 1:
         raise _wrong(f"layers with sliding_attention need a sliding_window, got {window!r}")

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from chunkattn.models.families import FULL, WINDOWED
 from chunkattn.models.gguf_file import GGUFFile
 
 Settings = dict[str, Any]
 """Keys of a Hugging Face configuration."""
 
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _LAYERS_OF_GEMMA3_27B = 62
 """Number of layers by which llama.cpp tells the one Gemma 3 whose scores have another scale."""
@@ -89,10 +89,10 @@ def _gemma3(file: GGUFFile, common: Settings) -> Settings:
     return {
         "query_pre_attn_scalar": common["hidden_size"] // common["num_attention_heads"] if is_27b else common["head_dim"],
         "final_logit_softcapping": _number(file, ".final_logit_softcapping", 0.0) or None,
-        "layer_types": _layer_types(file, layers, 6) if common["sliding_window"] else [_FULL] * layers,
+        "layer_types": _layer_types(file, layers, 6) if common["sliding_window"] else [FULL] * layers,
         "rope_parameters": {
-            _FULL: common["rope_parameters"],
-            _WINDOWED: {"rope_type": "default", "rope_theta": local},
+            FULL: common["rope_parameters"],
+            WINDOWED: {"rope_type": "default", "rope_theta": local},
         },
     }
 
@@ -207,7 +207,7 @@ def _layer_types(file: GGUFFile, layers: int, default: int) -> list[str]:
     windowed = pattern if isinstance(pattern, list) else [not pattern or (layer + 1) % pattern != 0 for layer in range(layers)]
     if len(windowed) != layers:
         raise file.fault(f"{file.full(key)} has {len(windowed)} entries for {layers} layers")
-    return [_WINDOWED if is_windowed else _FULL for is_windowed in windowed]
+    return [WINDOWED if is_windowed else FULL for is_windowed in windowed]
 
 
 def _factors(file: GGUFFile, name: str, rotated: int) -> list[float]:
