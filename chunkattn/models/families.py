@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _CLASSIFIER, _LANGUAGE_MODEL, _BARE = "ForSequenceClassification", "ForCausalLM", "Model"
 _MULTIMODAL = "ForConditionalGeneration"
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
+WINDOWED, FULL = "sliding_attention", "full_attention"
+"""Types of layers by their names in transformers."""
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP by their names in transformers."""
 _FUSED_PROJECTIONS: Fused = (
@@ -44,6 +45,8 @@ class Family:
         windows: layers with a sliding window: none, all if `sliding_window` is set, or those of `layer_types`.
         classifies: whether transformers has a sequence classifier of the family.
         partial_rotary: whether `partial_rotary_factor` counts, by which a part of each head is rotated.
+        activation_key: key of the MLP's activation.
+        limit_is_scaled: whether `max_position_embeddings` includes the factor of a linear scaling.
         deltas: what else is its own: returns the shape with it. It gets the configuration and the shape without it.
     """
 
@@ -56,6 +59,8 @@ class Family:
     windows: Literal["none", "all", "layer_types"]
     classifies: bool = True
     partial_rotary: bool = False
+    activation_key: str = "hidden_act"
+    limit_is_scaled: bool = False
     deltas: Callable[[PretrainedConfig, DecoderSpec], DecoderSpec] = lambda config, spec: spec
 
 
@@ -93,8 +98,8 @@ def _granite_hybrid(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     if (experts := config.num_local_experts) != 0:
         raise _wrong(f"num_local_experts {experts!r}: experts are not supported by Granite 4, only dense models (0) are")
     kinds = list(config.layer_types)
-    if unknown := sorted(set(kinds) - {_FULL}):
-        raise ModelError(f"layer type {unknown[0]!r} is not supported by Granite 4; only {_FULL} is")
+    if unknown := sorted(set(kinds) - {FULL}):
+        raise ModelError(f"layer type {unknown[0]!r} is not supported by Granite 4; only {FULL} is")
     if len(kinds) != spec.num_layers:
         raise _wrong(f"layer_types has {len(kinds)} entries for {spec.num_layers} layers")
     width = config.shared_intermediate_size
@@ -144,8 +149,8 @@ def _experts(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     dense = config.mlp_only_layers
     if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < spec.num_layers for layer in dense):
         raise _wrong(f"mlp_only_layers must be a list of layers below {spec.num_layers}, got {dense!r}")
-    if (activation := _activation(config)) not in ("silu", "swish"):
-        raise _wrong(f"hidden_act {activation!r} is not supported by experts; only silu is")
+    if config.hidden_act not in ("silu", "swish"):
+        raise _wrong(f"hidden_act {config.hidden_act!r} is not supported by experts; only silu is")
     experts = Experts(count, used, size, is_normalised=bool(config.norm_topk_prob))
     layers = (
         layer if index in dense or (index + 1) % step else replace(layer, feed_forward=None, experts=experts)
@@ -196,7 +201,18 @@ FAMILIES = {
     "qwen2_moe": Family("Qwen2 MoE", ("Qwen2Moe",), None, False, False, None, "layer_types", deltas=_qwen2_moe),
     "qwen3_moe": Family("Qwen3 MoE", ("Qwen3Moe",), None, None, False, "head", "all", deltas=_experts),
     "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
-    "gemma3_text": Family("Gemma 3", ("Gemma3", "Gemma3Text"), None, None, False, "head", "layer_types", deltas=_gemma3),
+    "gemma3_text": Family(
+        "Gemma 3",
+        ("Gemma3", "Gemma3Text"),
+        None,
+        None,
+        False,
+        "head",
+        "layer_types",
+        activation_key="hidden_activation",
+        limit_is_scaled=True,
+        deltas=_gemma3,
+    ),
     "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),
     "granitemoehybrid": Family(
         "Granite 4", ("GraniteMoeHybrid",), None, None, False, None, "none", classifies=False, deltas=_granite_hybrid
@@ -250,7 +266,8 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         return _nested(config, max_model_len)
     family, architecture = _family(config)
     is_classifier = architecture.endswith(_CLASSIFIER)
-    _refuse_foreign_forward_passes(config, architecture)
+    activation = _activation(family, config)
+    _refuse_foreign_keys(config)
     sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     for name in (*sizes, "num_key_value_heads", "max_position_embeddings", *(["num_labels"] if is_classifier else [])):
         value = getattr(config, name, None)
@@ -272,7 +289,7 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         kind: make_rotary(rope, head_dim, limit, max_model_len or limit, partial=family.partial_rotary)
         for kind, rope in ropes.items()
     }
-    limit = _max_model_len(config, ropes[_FULL])  # the parameters have been checked
+    limit = _max_model_len(family, config, ropes[FULL])  # the parameters have been checked
     attention = Attention(
         num_heads=config.num_attention_heads,
         num_kv_heads=config.num_key_value_heads,
@@ -283,10 +300,10 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         o_bias=_decided(family.o_bias, config, "attention_bias"),
         qk_norm=family.qk_norm,
     )
-    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), _ACTIVATIONS[_activation(config)])
+    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), activation)
     kinds, window = _layer_kinds(family, config, limit)
-    mixers = {_FULL: replace(attention, rotary=rotaries[_FULL])}
-    mixers[_WINDOWED] = replace(attention, rotary=rotaries[_WINDOWED], window=window)
+    mixers = {FULL: replace(attention, rotary=rotaries[FULL])}
+    mixers[WINDOWED] = replace(attention, rotary=rotaries[WINDOWED], window=window)
     spec = DecoderSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,
@@ -364,15 +381,6 @@ def unsupported(what: str) -> ModelError:
     return ModelError(f"{what} is not supported; supported are {', '.join(known)}, and {_CLASSIFIER} classes of most")
 
 
-def _refuse_foreign_forward_passes(config: PretrainedConfig, architecture: str) -> None:
-    """Raise if a key that every class of transformers obeys asks for something that the decoder does not compute."""
-    if _activation(config) not in _ACTIVATIONS:
-        raise ModelError(
-            f"hidden_act {_activation(config)!r} is not supported by {architecture}; only {', '.join(_ACTIVATIONS)} are"
-        )
-    _refuse_foreign_keys(config)
-
-
 def _refuse_foreign_keys(config: PretrainedConfig) -> None:
     """Raise if a key that no class reads, but transformers itself, asks for something that is not supported."""
     for key in ("quantization_config", "quantization"):  # the second is MLX's
@@ -390,40 +398,44 @@ def _decided(by_family: bool | None, config: PretrainedConfig, key: str) -> bool
     return bool(getattr(config, key, False)) if by_family is None else by_family
 
 
-def _activation(config: PretrainedConfig) -> str:
-    """Return the name of the MLP's activation, for which Gemma 3 has another key."""
-    return str(getattr(config, "hidden_activation", None) or config.hidden_act)
+def _activation(family: Family, config: PretrainedConfig) -> Literal["silu", "gelu_tanh"]:
+    """Return the MLP's activation."""
+    name = str(getattr(config, family.activation_key))
+    if name not in _ACTIVATIONS:
+        known = ", ".join(_ACTIVATIONS)
+        raise ModelError(f"{family.activation_key} {name!r} is not supported by {family.name}; only {known} are")
+    return _ACTIVATIONS[name]
 
 
 def _rope_parameters(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
     """Return the parameters of the rotary embedding of each kind of layer, which most families have in common."""
     parameters = config.rope_parameters
-    if _FULL in parameters:
-        return {kind: parameters[kind] for kind in (_FULL, _WINDOWED)}
-    return {_FULL: parameters, _WINDOWED: parameters}
+    if FULL in parameters:
+        return {kind: parameters[kind] for kind in (FULL, WINDOWED)}
+    return {FULL: parameters, WINDOWED: parameters}
 
 
 def _layer_kinds(family: Family, config: PretrainedConfig, max_model_len: int) -> tuple[list[str], int | None]:
     """Return the kind of each layer, and the window of those with one. A window of all positions of the model is none."""
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
     if family.windows == "none" or (family.windows == "all" and window is None):
-        return [_FULL] * layers, None
-    kinds = [_WINDOWED] * layers if family.windows == "all" else list(config.layer_types)
-    if unknown := sorted(set(kinds) - {_FULL, _WINDOWED}):
+        return [FULL] * layers, None
+    kinds = [WINDOWED] * layers if family.windows == "all" else list(config.layer_types)
+    if unknown := sorted(set(kinds) - {FULL, WINDOWED}):
         raise ModelError(f"layer type {unknown[0]!r} is not supported by {family.name}")
     if len(kinds) != layers:
         raise _wrong(f"layer_types has {len(kinds)} entries for {layers} layers")
-    if _WINDOWED not in kinds:
+    if WINDOWED not in kinds:
         return kinds, None
     if not isinstance(window, int) or window < 1:
         raise _wrong(f"layers with sliding_attention need a sliding_window, got {window!r}")
     return kinds, None if window >= max_model_len else window
 
 
-def _max_model_len(config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
+def _max_model_len(family: Family, config: PretrainedConfig, rope: Mapping[str, Any]) -> int:
     """Return the positions that the checkpoint supports. A scaling factor counts if it extends the configured length."""
     length = int(config.max_position_embeddings)
-    if rope.get("rope_type") == "linear":
+    if rope.get("rope_type") == "linear" and not family.limit_is_scaled:
         return int(length * rope["factor"])
     if rope.get("rope_type") == "yarn":
         original = rope.get("original_max_position_embeddings") or length

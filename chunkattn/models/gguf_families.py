@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from chunkattn.models.families import FULL, WINDOWED
 from chunkattn.models.gguf_file import GGUFFile
 
 Settings = dict[str, Any]
 """Keys of a Hugging Face configuration."""
 
-_WINDOWED, _FULL = "sliding_attention", "full_attention"
 _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _LAYERS_OF_GEMMA3_27B = 62
 """Number of layers by which llama.cpp tells the one Gemma 3 whose scores have another scale."""
@@ -89,10 +89,10 @@ def _gemma3(file: GGUFFile, common: Settings) -> Settings:
     return {
         "query_pre_attn_scalar": common["hidden_size"] // common["num_attention_heads"] if is_27b else common["head_dim"],
         "final_logit_softcapping": _number(file, ".final_logit_softcapping", 0.0) or None,
-        "layer_types": _layer_types(file, layers, 6) if common["sliding_window"] else [_FULL] * layers,
+        "layer_types": _layer_types(file, layers, 6) if common["sliding_window"] else [FULL] * layers,
         "rope_parameters": {
-            _FULL: common["rope_parameters"],
-            _WINDOWED: {"rope_type": "default", "rope_theta": local},
+            FULL: common["rope_parameters"],
+            WINDOWED: {"rope_type": "default", "rope_theta": local},
         },
     }
 
@@ -107,6 +107,15 @@ def _granite(file: GGUFFile, common: Settings) -> Settings:
         "residual_multiplier": _number(file, ".residual_scale", 0.0) or 1.0,
         "logits_scaling": float(file.need(".logit_scale", (int, float))),
     }
+
+
+def _olmo2(file: GGUFFile, common: Settings) -> Settings:
+    """Refuse windows, even of all positions, with a scaling or a base of their own: llama.cpp scales full layers only."""
+    key, rope = ".attention.sliding_window", common["rope_parameters"]
+    has_own = _number(file, ".rope.freq_base_swa", rope["rope_theta"]) != rope["rope_theta"]
+    if file.get(key, (int, list), 0) and (has_own or rope["rope_type"] != "default"):
+        raise file.fault(f"{file.full(key)} beside RoPE scaling or rope.freq_base_swa is not supported in GGUF")
+    return {}
 
 
 def _phi3(file: GGUFFile, common: Settings) -> Settings:
@@ -171,7 +180,7 @@ GGUF_FAMILIES = {
         reads=("attention.scale", "logit_scale", "residual_scale", "embedding_scale"),
         settings=_granite,
     ),
-    "olmo2": GGUFFamily("olmo2", "Olmo2ForCausalLM"),
+    "olmo2": GGUFFamily("olmo2", "Olmo2ForCausalLM", settings=_olmo2),
     "phi3": GGUFFamily(
         "phi3", "Phi3ForCausalLM", windows="all", rotates_part=True, rope_tensors=(_LONG, _SHORT), settings=_phi3
     ),
@@ -199,7 +208,7 @@ def _layer_types(file: GGUFFile, layers: int, default: int) -> list[str]:
     windowed = pattern if isinstance(pattern, list) else [not pattern or (layer + 1) % pattern != 0 for layer in range(layers)]
     if len(windowed) != layers:
         raise file.fault(f"{file.full(key)} has {len(windowed)} entries for {layers} layers")
-    return [_WINDOWED if is_windowed else _FULL for is_windowed in windowed]
+    return [WINDOWED if is_windowed else FULL for is_windowed in windowed]
 
 
 def _factors(file: GGUFFile, name: str, rotated: int) -> list[float]:

@@ -221,17 +221,26 @@ def _scaling(file: GGUFFile, family: GGUFFamily) -> dict[str, Any]:
 
     Source: `llama_model_base::load_hparams` and `llama_context` of https://github.com/ggml-org/llama.cpp
     """
-    kind = file.get(".rope.scaling.type", str, "linear")
-    if kind in ("linear", "longrope") and file.tensors.keys() & family.rope_tensors:
-        return {"rope_type": "default"}
+    kind, tensors = file.get(".rope.scaling.type", str, "linear"), sorted(file.tensors.keys() & family.rope_tensors)
     legacy = float(file.get(".rope.scale_linear", (int, float), 1.0))
     factor = float(file.get(".rope.scaling.factor", (int, float), legacy)) or 1.0
-    if kind not in ("none", "linear", "yarn"):
-        raise file.fault(f"RoPE scaling {kind!r} is not supported in GGUF; supported are none, linear and yarn")
+    known = ("none", "linear", "yarn", *(["longrope"] if family.rope_tensors else []))
+    if kind not in known:
+        raise file.fault(f"RoPE scaling {kind!r} is not supported in GGUF; supported are {', '.join(known)}")
+    if kind == "longrope" and not tensors:
+        raise file.damaged(f"RoPE scaling 'longrope' needs the tensors {' and '.join(family.rope_tensors)}, which are missing")
+    if tensors and kind == "yarn":
+        raise file.fault(f"RoPE scaling yarn beside the tensor {tensors[0]!r} is not supported in GGUF")
+    if tensors and kind != "none" and factor != 1.0:  # llama.cpp applies both
+        key = file.full(".rope.scaling.factor")
+        key = key if key in file.metadata.values else file.full(".rope.scale_linear")
+        raise file.fault(f"{key} {factor} beside the tensor {tensors[0]!r} is not supported in GGUF")
     for key, default in (_YARN if kind == "yarn" else _NOT_YARN).items():
-        if f"rope.scaling.{key}" not in family.reads and file.get(f".rope.scaling.{key}", (int, float), default) != default:
+        if f"rope.scaling.{key}" in family.reads or (tensors and key == "attn_factor"):  # longrope's own factor
+            continue
+        if file.get(f".rope.scaling.{key}", (int, float), default) != default:
             raise file.fault(f"RoPE scaling {kind} with {key} other than {default} is not supported in GGUF")
-    if kind == "none" or (kind == "linear" and factor == 1.0):
+    if tensors or kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}

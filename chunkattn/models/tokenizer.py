@@ -229,7 +229,7 @@ def _from_merges(folder: Path, config: dict[str, Any]) -> PreTrainedTokenizerBas
     vocab = read_object(folder / _VOCAB)
     classes = {"GPT2Tokenizer": GPT2Tokenizer, "Qwen2Tokenizer": Qwen2Tokenizer}
     model = read_present(folder / "config.json")
-    by_model = {"qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer"}.get(str(model.get("model_type")))
+    by_model = dict.fromkeys(("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"), "Qwen2Tokenizer").get(str(model.get("model_type")))
     named = str(config.get("tokenizer_class") or by_model).removesuffix("Fast")
     if named not in classes:
         text = f"{folder}: {_VOCAB} and {_MERGES} do not say how texts are split, and tokenizer_class is {named!r}"

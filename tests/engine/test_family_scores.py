@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 
 from chunkattn.calls.algorithms import ALGORITHMS
-from tests.checkpoints import VOCAB, WINDOWED
+from tests.checkpoints import CHUNKABLE, NESTED, VOCAB, WINDOWED
 
 LABELS = [3, 99, 7]
-PLAIN = ("gemma", "granite", "granite4", "ministral3", "olmo2", "phi3", "seed_oss", "smollm3", "mistral3-nested")
+NAMES = (*WINDOWED, *CHUNKABLE, *NESTED)
 QUICK = (WINDOWED[0], "gemma")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.ci) for n in (*WINDOWED, *PLAIN)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.ci) for name in NAMES])
 @pytest.mark.parametrize("item_first", [False, True])
 def test_every_algorithm_scores_items_as_if_alone(name, item_first, engine, oracle):
     rng = np.random.default_rng(5)

@@ -100,6 +100,7 @@ KEYS = {
     "bidirectional": {"use_bidirectional_attention": True},
     "gelu": {"hidden_act": "gelu"},
     "gelu by tanh": {"hidden_act": "gelu_pytorch_tanh"},
+    "another key's activation": {"hidden_act": "silu", "hidden_activation": "gelu_pytorch_tanh"},
     "partial rotary": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5}},
     "an activation of sentence-transformers": {"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}},
     "repository code": {"auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}},

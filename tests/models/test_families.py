@@ -183,7 +183,18 @@ def test_multimodal_folders_that_are_refused(copied):
         files_of(folder).load()
 
 
-# Granite 4, Ministral 3, OLMo 2
+# Gemma 3, Granite 4, Ministral 3, OLMo 2
+
+
+@pytest.mark.parametrize("name", ["gemma3-window", "gemma3-nested-window"])
+def test_the_length_of_gemma_3_includes_the_factor_of_its_scaling(name, copied):
+    folder = copied(name)
+    scaled = {"rope_theta": 1e6, "rope_type": "linear", "factor": 8.0}
+    change = edit_text if "nested" in name else edit
+    change(folder, rope_parameters={"full_attention": scaled, "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"}})
+    files = files_of(folder)
+    assert files.spec.max_model_len == 256
+    np.testing.assert_allclose(dense_logits(files.load(), IDS), Oracle(folder).logits(IDS), atol=1e-4)
 
 
 def test_granite_4_without_rotary_embedding(copied):

@@ -124,6 +124,83 @@ def test_a_pattern_of_windows(tmp_path):
         assert "".join("f" if window is None else "w" for window in spec.windows) == expected
 
 
+def test_the_length_of_gemma_3_includes_the_factor_of_its_scaling(written):
+    assert opened(written("gemma3-linear", Kind.Q8_0).path).spec.max_model_len == 256
+
+
+def test_the_frequencies_of_windows(tmp_path):
+    path = write(tmp_path / "model.gguf", "gemma3", change=lambda w: w.add_rope_freq_base_swa(500.0)).path
+    for layer in opened(path).spec.layers:
+        base = 500.0 if layer.mixer.window else 1e6
+        np.testing.assert_allclose(layer.mixer.rotary.inv_freq, base ** -(np.arange(0, 32, 2) / 32), rtol=1e-6)
+
+
+@pytest.mark.parametrize(("layers", "scale"), [(7, 32**-0.5), (62, 64**-0.5)])
+def test_the_scale_of_gemma_3_27b_is_by_hidden_size_and_heads(layers, scale, tmp_path):
+    """llama.cpp and its converter tell that model by its 62 layers; no key does."""
+
+    def change(writer):
+        writer.kv_data[0]["gemma3.block_count"].value = layers
+
+    norms = {f"blk.{layer}.attn_norm.weight": np.ones(256, np.float32) for layer in range(7, layers)}
+    spec = opened(write(tmp_path / "model.gguf", "gemma3", change=change, tensors=norms).path).spec
+    assert {layer.mixer.scale for layer in spec.layers} == {scale}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w.add_rope_scaling_factor(4.0),
+            "phi3.rope.scaling.factor 4.0 beside the tensor 'rope_factors_long.weight' is not",
+        ),
+        (lambda w: w.add_float32("phi3.rope.scale_linear", 2.0), "phi3.rope.scale_linear 2.0 beside the tensor"),
+        (lambda w: w.add_rope_scaling_yarn_ext_factor(1.0), "linear with yarn_ext_factor other than 0.0"),
+        (lambda w: w.add_rope_scaling_yarn_attn_factor(1.5), "linear with yarn_attn_factor other than 1.0"),
+        (lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "yarn beside the tensor 'rope_factors_long.weight'"),
+        (lambda w: w.add_string("phi3.rope.scaling.type", "other"), "'other' .* supported are none, linear, yarn, longrope"),
+    ],
+    ids=["factor", "former name", "yarn's share", "yarn's attention", "yarn", "type"],
+)
+def test_scalings_beside_factors_are_refused(change, message, tmp_path):
+    """llama.cpp applies both."""
+    path = write(tmp_path / "model.gguf", "phi3-longrope", change=change).path
+    with pytest.raises(ModelError, match=message):
+        opened(path)
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("linear", 0.0), ("longrope", 1.0), ("none", 4.0)])
+def test_scalings_beside_factors_that_change_nothing(kind, factor, tmp_path, written):
+    def change(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+        writer.add_rope_scaling_factor(factor)
+
+    path = write(tmp_path / "model.gguf", "phi3-longrope", change=change).path
+    assert opened(path).spec == opened(written("phi3-longrope").path).spec
+
+
+def test_longrope_without_its_factors(tmp_path):
+    change = lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)  # noqa: E731
+    path = write(tmp_path / "model.gguf", "phi3", change=change).path
+    with pytest.raises(ModelError, match=r"needs the tensors rope_factors_long.weight and rope_factors_short.weight, which"):
+        opened(path)
+
+
+@pytest.mark.parametrize("own", [gguf.GGUFWriter.add_rope_scaling_factor, gguf.GGUFWriter.add_rope_freq_base_swa])
+def test_windows_of_all_positions_that_olmo_2_rotates_otherwise(own, tmp_path):
+    """llama.cpp scales the rotary embedding of the layers without a window only."""
+    for change in (lambda w: w.add_sliding_window(256), lambda w: own(w, 4.0) and None):
+        assert opened(write(tmp_path / "model.gguf", "olmo2", change=change).path).spec.windows == (None, None)
+
+    def both(writer):
+        writer.add_sliding_window(256)
+        own(writer, 4.0)
+
+    path = write(tmp_path / "both.gguf", "olmo2", change=both).path
+    with pytest.raises(ModelError, match=r"olmo2.attention.sliding_window beside RoPE scaling or rope.freq_base_swa is not"):
+        opened(path)
+
+
 def test_a_file_of_one_set_of_factors(tmp_path):
     for name, message in (
         ("long", "tensor 'rope_factors_long.weight' is missing"),

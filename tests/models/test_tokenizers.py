@@ -194,6 +194,8 @@ def vocab_and_merges(tokenizer):
         ({"tokenizer_class": "Qwen2Tokenizer"}, "llama", "qwen2"),
         ({}, "qwen2", "qwen2"),
         (None, "qwen3", "qwen2"),
+        ({}, "qwen2_moe", "qwen2"),
+        (None, "qwen3_moe", "qwen2"),
     ],
     ids=str,
 )
