@@ -117,7 +117,7 @@ def judge(path, seed):
         table.pop("longrope", None)
     chosen = [[*table][rng.integers(len(table))] for _ in range(1 if wrong else rng.integers(0, 3))]
     damage = ("none", "nan", "absent", "foreign")[rng.choice(4, p=[0.85, 0.05, 0.05, 0.05])]
-    norm = f"blk.{rng.integers(config.num_hidden_layers)}.{'attn_post_norm' if name == 'olmo2' else 'attn_norm'}.weight"
+    norm = f"blk.{rng.integers(config.num_hidden_layers)}.{'post_attention_norm' if name == 'olmo2' else 'attn_norm'}.weight"
     tensors = {
         "none": {},
         "nan": {norm: np.full(config.hidden_size, np.nan, np.float32)},
