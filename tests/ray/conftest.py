@@ -36,7 +36,7 @@ def key_file(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def server_options(key_file):
-    return {"api_key_file": key_file, "header_timeout_s": 1.5, "max_connections": 100}
+    return {"api_key_file": key_file, "header_timeout_s": 1.5, "max_connections": 160}
 
 
 @pytest.fixture(scope="session")

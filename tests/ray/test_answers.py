@@ -86,7 +86,10 @@ def test_one_scrape_has_the_metrics_of_every_replica(service, request):
 
 
 def test_a_full_queue_is_a_429(service, request):
-    """Ray's own default sends 5 requests to a replica, which would then never refuse one."""
+    """Ray's own default sends 5 requests to a replica, which would then never refuse one.
+
+    All connections may open before one brings its key, so they must be fewer than three quarters of `max_connections`.
+    """
 
     async def crowd(session):
         bodies = [BODY | {"prompt": f"{n} is", "max_tokens": 200} for n in range(99)]

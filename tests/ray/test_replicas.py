@@ -25,7 +25,7 @@ def test_slow_headers_are_answered_with_408(replicas):
 
 def test_connections_over_the_limit_are_refused(replicas):
     host, port = replicas.url.removeprefix("http://").split(":")
-    clients = [socket.create_connection((host, int(port)), timeout=60) for _ in range(120)]
+    clients = [socket.create_connection((host, int(port)), timeout=60) for _ in range(180)]
     try:
         assert any(c.recv(100).startswith(b"HTTP/1.1 503 ") for c in clients[:3])  # the oldest of those without a request
     finally:
