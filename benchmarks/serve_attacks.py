@@ -175,7 +175,7 @@ def floods() -> Iterator[tuple[str, str, Body, bool]]:
     yield "a long prompt, hung up", PATH, {"prompt": large, "max_tokens": 1}, True
     yield "a long prompt", PATH, {"prompt": large, "max_tokens": 1}, False
     yield "a long message", "/v1/chat/completions", {**chat, "messages": [{"role": "user", "content": "<" * BODY}]}, False
-    yield "long documents", PATH, {"chunks": {**question, "documents": [large[: BODY // 2000]] * 2000}}, False
+    yield "long documents", PATH, {"chunks": {**question, "documents": [WORDS * 42] * 4000}}, False
     yield "ids of documents", PATH, {"chunks": {**question, "documents": [{"id": "n"}] * 640_000}}, False
     yield "lists of one id", "/v1/score", {"query": [5], "items": [[5]] * (BODY // 5), "label_token_ids": [3]}, False
     yield "token ids", PATH, {"prompt": [5] * (BODY // 3), "max_tokens": 1}, False
@@ -191,7 +191,8 @@ def floods() -> Iterator[tuple[str, str, Body, bool]]:
     yield "a gzip bomb of text", PATH, gzip.compress(json.dumps({"prompt": large}).encode()), False
     yield "a zstd bomb", PATH, zstd.compress(b"[" * (1 << 30)), False
     yield "a zstd bomb of text", "/v1/systemone", zstd.compress(json.dumps({"state": large, "questions": {}}).encode()), False
-    asked = [{"type": "predicate", "instructions": f"It is {n}."} for n in range(400)]
+    choices = [{"value": f"name {n}"} for n in range(20)]
+    asked = [{"type": "choice", "instructions": f"Who is {n}?", "choices": choices} for n in range(400)]
     yield "decisions, questions", "/v1/decisions", {"input": WORDS * 20, "questions": asked}, False
     yield "decisions, hung up", "/v1/decisions", {"input": WORDS * 20, "questions": asked}, True
     yield LIST, STORED, b"", False
