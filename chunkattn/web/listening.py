@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_ACCEPTS = 16
+_ACCEPTS = 64
 """Connections accepted in one pass of the event loop. uvloop accepts one per listening socket, so the socket is duplicated."""
 _OTHER_FILES = 128
 """Files and sockets that a server needs beside its connections."""
