@@ -198,10 +198,11 @@ class Written:
         writer = gguf.GGUFWriter(path, architecture, **options)
         converter.write_metadata(writer, config, architecture)
         change(writer)
-        written = {}
+        written, self._places = {}, {}
         for name, parameter in self.model.named_parameters():
             module, _, leaf = name.rpartition(".")
             stored = converter.stored_modules(names, name if parameter.ndim > 2 else module, config)
+            self._places[name] = [f"{place}.{'weight' if parameter.ndim > 2 else leaf}" for place in stored]
             if parameter.ndim > 2:  # of all experts, which have a tensor for each part
                 for place, part in zip(stored, parameter.detach().chunk(len(stored), dim=1), strict=True):
                     written[f"{place}.weight"] = self._stored(f"{place}.weight", part)
@@ -243,13 +244,27 @@ class Written:
         blocks = random_blocks(self._rng, (value.size // value.shape[-1], value.shape[-1]), of)
         return blocks.reshape(*value.shape[:-1], -1), of
 
+    @torch.no_grad()
+    def reread(self):
+        """Let the matrices of the model have the values that the file has now. Its rows must be stored in order."""
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(self.path).tensors}
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim > 1:
+                parts = [gguf.quants.dequantize(of.data, of.tensor_type) for of in map(stored.get, self._places[name])]
+                parameter.copy_(torch.from_numpy(np.concatenate(parts, axis=-2)))
+
     def oracle(self):
         """transformers: its own loading of the file where it reads the architecture, else the model that was written."""
-        if self.architecture in ("llama", "qwen2", "qwen3") and self.config.model_type == self.architecture:
+        if self.is_read_by_transformers:
             return gguf_oracle(self.path, self.config)
         oracle = object.__new__(Oracle)
         oracle.model = self.model
         return oracle
+
+    @property
+    def is_read_by_transformers(self):
+        """Whether transformers loads the file itself."""
+        return self.architecture in ("llama", "qwen2", "qwen3") and self.config.model_type == self.architecture
 
 
 def gguf_oracle(path, config=None, patch=None):
