@@ -159,7 +159,7 @@ def write(path, name, kind=Kind.F16, **options):
 
 
 def random_blocks(rng, shape, kind):
-    """Random valid blocks of a type, uint8 `[rows, bytes]`, whose values have a deviation of about 0.06."""
+    """Random valid blocks of a type, uint8 `[rows, bytes]`, whose values deviate by 0.06, as those of other types do."""
     elements, size = GGML_BLOCK[int(kind)]
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // elements, size), np.uint8)
 
@@ -168,7 +168,8 @@ def random_blocks(rng, shape, kind):
             blocks[:, offset : offset + 2] = (values * ratio).astype(np.float16)[:, None].view(np.uint8)
 
     scale(np.ones(len(blocks)))
-    scale(rng.uniform(0.5, 1.5, len(blocks)) * 0.06 / float(torch_dequantize(torch.from_numpy(blocks), int(kind)).std()))
+    factors = rng.uniform(0.5, 1.5, len(blocks)) / (13 / 12) ** 0.5  # which leave the deviation as it is
+    scale(factors * 0.06 / float(torch_dequantize(torch.from_numpy(blocks), int(kind)).std()))
     return blocks.reshape(shape[0], -1)
 
 
