@@ -28,7 +28,7 @@ from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
 
 from tests import gguf_converter as converter
-from tests.checkpoints import Oracle
+from tests.checkpoints import ROPE_OF_MINISTRAL3, Oracle
 
 SMOLLM2 = Path(__file__).parent.parent / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 """SmolLM2-135M-Instruct; `make run-real` and `make test-slow` get it."""
@@ -89,19 +89,7 @@ _LONGROPE = {
 FAMILIES = {
     "mistral-window": MistralConfig(**_SHAPE, head_dim=64, sliding_window=21),
     "mistral3": MistralConfig(**_SHAPE, head_dim=32, sliding_window=None),
-    "ministral3": Ministral3Config(
-        **_SHAPE,
-        head_dim=32,
-        rope_parameters={
-            "rope_theta": 10000.0,
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
-        },
-    ),
+    "ministral3": Ministral3Config(**_SHAPE, head_dim=32, rope_parameters=ROPE_OF_MINISTRAL3),
     "gemma": GemmaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=True),
     "gemma3": Gemma3TextConfig(
         **{**_SHAPE, "num_hidden_layers": 7}, head_dim=32, sliding_window=21, query_pre_attn_scalar=32, tie_word_embeddings=True
