@@ -25,38 +25,15 @@ from chunkattn.engine.step import StepBuilder
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.families import spec_from_config
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.tools.bench.geometry import GEOMETRIES
+from chunkattn.tools.bench.geometry import GEOMETRIES, sizes
 
 MIB = 2**20
 _COLLECTIVE = re.compile(r"\s(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "tie_word_embeddings": False}
 MODELS = {
     "qwen3-0.6b": GEOMETRIES["qwen3-0.6b"],
-    "llama-3-8b": LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        rope_theta=5e5,
-        tie_word_embeddings=False,
-    ),
-    "llama-3-70b": LlamaConfig(
-        architectures=["LlamaForCausalLM"],
-        vocab_size=128256,
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=8192,
-        rope_theta=5e5,
-        tie_word_embeddings=False,
-    ),
+    "llama-3-8b": LlamaConfig(**sizes(128256, 4096, 14336, 32, 32, 8, 128, 8192), **_LLAMA),
+    "llama-3-70b": LlamaConfig(**sizes(128256, 8192, 28672, 80, 64, 8, 128, 8192), **_LLAMA),
 }
 
 

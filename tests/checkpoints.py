@@ -75,6 +75,16 @@ _VISION = {
 }
 """Vision part of multimodal checkpoints, which is not read."""
 
+ROPE_OF_MINISTRAL3 = {
+    "rope_theta": 10000.0,
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.5,
+}
+
 CHECKPOINTS: dict[str, PretrainedConfig] = {
     "llama": _llama(tie_word_embeddings=False),
     "llama-bias": _llama(attention_bias=True, mlp_bias=True, num_key_value_heads=4),
@@ -120,19 +130,7 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
         vision_config={"model_type": "pixtral", **_VISION},
         tie_word_embeddings=False,
     ),
-    "ministral3": Ministral3Config(
-        **_SHAPE,
-        head_dim=32,
-        rope_parameters={
-            "rope_theta": 10000.0,
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
-        },
-    ),
+    "ministral3": Ministral3Config(**_SHAPE, head_dim=32, rope_parameters=ROPE_OF_MINISTRAL3),
     "granite": GraniteConfig(**_SHAPE, **_FACTORS),
     "granite4": GraniteMoeHybridConfig(
         **_SHAPE,

@@ -28,7 +28,7 @@ from transformers.integrations.gguf.dequant import GGML_BLOCK
 from transformers.integrations.gguf.dequant import dequantize as torch_dequantize
 
 from tests import gguf_converter as converter
-from tests.checkpoints import Oracle
+from tests.checkpoints import ROPE_OF_MINISTRAL3, Oracle
 
 SMOLLM2 = Path(__file__).parent.parent / ".cache" / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 """SmolLM2-135M-Instruct; `make run-real` and `make test-slow` get it."""
@@ -89,19 +89,7 @@ _LONGROPE = {
 FAMILIES = {
     "mistral-window": MistralConfig(**_SHAPE, head_dim=64, sliding_window=21),
     "mistral3": MistralConfig(**_SHAPE, head_dim=32, sliding_window=None),
-    "ministral3": Ministral3Config(
-        **_SHAPE,
-        head_dim=32,
-        rope_parameters={
-            "rope_theta": 10000.0,
-            "rope_type": "yarn",
-            "factor": 16.0,
-            "original_max_position_embeddings": 16,
-            "mscale": 1.0,
-            "mscale_all_dim": 1.0,
-            "llama_4_scaling_beta": 0.5,
-        },
-    ),
+    "ministral3": Ministral3Config(**_SHAPE, head_dim=32, rope_parameters=ROPE_OF_MINISTRAL3),
     "gemma": GemmaConfig(**_SHAPE, head_dim=32, tie_word_embeddings=True),
     "gemma3": Gemma3TextConfig(
         **{**_SHAPE, "num_hidden_layers": 7}, head_dim=32, sliding_window=21, query_pre_attn_scalar=32, tie_word_embeddings=True
@@ -159,7 +147,7 @@ def write(path, name, kind=Kind.F16, **options):
 
 
 def random_blocks(rng, shape, kind):
-    """Random valid blocks of a type, uint8 `[rows, bytes]`, whose values have a deviation of about 0.06."""
+    """Random valid blocks of a type, uint8 `[rows, bytes]`, whose values deviate by 0.06, as those of other types do."""
     elements, size = GGML_BLOCK[int(kind)]
     blocks = rng.integers(0, 256, (shape[0] * shape[1] // elements, size), np.uint8)
 
@@ -168,7 +156,8 @@ def random_blocks(rng, shape, kind):
             blocks[:, offset : offset + 2] = (values * ratio).astype(np.float16)[:, None].view(np.uint8)
 
     scale(np.ones(len(blocks)))
-    scale(rng.uniform(0.5, 1.5, len(blocks)) * 0.06 / float(torch_dequantize(torch.from_numpy(blocks), int(kind)).std()))
+    factors = rng.uniform(0.5, 1.5, len(blocks)) / (13 / 12) ** 0.5  # which leave the deviation as it is
+    scale(factors * 0.06 / float(torch_dequantize(torch.from_numpy(blocks), int(kind)).std()))
     return blocks.reshape(shape[0], -1)
 
 
@@ -198,10 +187,11 @@ class Written:
         writer = gguf.GGUFWriter(path, architecture, **options)
         converter.write_metadata(writer, config, architecture)
         change(writer)
-        written = {}
+        written, self._places = {}, {}
         for name, parameter in self.model.named_parameters():
             module, _, leaf = name.rpartition(".")
             stored = converter.stored_modules(names, name if parameter.ndim > 2 else module, config)
+            self._places[name] = [f"{place}.{'weight' if parameter.ndim > 2 else leaf}" for place in stored]
             if parameter.ndim > 2:  # of all experts, which have a tensor for each part
                 for place, part in zip(stored, parameter.detach().chunk(len(stored), dim=1), strict=True):
                     written[f"{place}.weight"] = self._stored(f"{place}.weight", part)
@@ -243,13 +233,27 @@ class Written:
         blocks = random_blocks(self._rng, (value.size // value.shape[-1], value.shape[-1]), of)
         return blocks.reshape(*value.shape[:-1], -1), of
 
+    @torch.no_grad()
+    def reread(self):
+        """Let the matrices of the model have the values that the file has now. Its rows must be stored in order."""
+        stored = {tensor.name: tensor for tensor in gguf.GGUFReader(self.path).tensors}
+        for name, parameter in self.model.named_parameters():
+            if parameter.ndim > 1:
+                parts = [gguf.quants.dequantize(of.data, of.tensor_type) for of in map(stored.get, self._places[name])]
+                parameter.copy_(torch.from_numpy(np.concatenate(parts, axis=-2)))
+
     def oracle(self):
         """transformers: its own loading of the file where it reads the architecture, else the model that was written."""
-        if self.architecture in ("llama", "qwen2", "qwen3") and self.config.model_type == self.architecture:
+        if self.is_read_by_transformers:
             return gguf_oracle(self.path, self.config)
         oracle = object.__new__(Oracle)
         oracle.model = self.model
         return oracle
+
+    @property
+    def is_read_by_transformers(self):
+        """Whether transformers loads the file itself."""
+        return self.architecture in ("llama", "qwen2", "qwen3") and self.config.model_type == self.architecture
 
 
 def gguf_oracle(path, config=None, patch=None):

@@ -34,15 +34,9 @@ def route(logits: Float32[Array, "T E"], spec: Experts) -> tuple[Int32[Array, "T
         spec: the experts.
     """
     highest, chosen = jax.lax.top_k(logits, spec.used)
-    if spec.scores == "softmax":
-        factors = jnp.exp(highest - highest[:, :1])
-        total = factors if spec.is_normalised else jnp.exp(logits - highest[:, :1])
-        factors = factors / sums(total)
-    else:
-        factors = jax.nn.sigmoid(highest)
-        if spec.is_normalised:
-            factors = factors / sums(factors)
-    return chosen, factors if spec.scale == 1 else factors * spec.scale
+    factors = jnp.exp(highest - highest[:, :1])
+    total = factors if spec.is_normalised else jnp.exp(logits - highest[:, :1])
+    return chosen, factors / sums(total)
 
 
 def mix(

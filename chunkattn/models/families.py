@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from chunkattn.errors import ModelError
 from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, Experts, Fused, LayerSpec, Mlp, QueryGrowth
-from chunkattn.rope.rotary import make_rotary
+from chunkattn.rope.rotary import is_positive, make_rotary
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -118,8 +117,8 @@ def _ministral3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
     """Let queries grow with their position."""
     rope = config.rope_parameters
     beta, period = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    if isinstance(beta, bool) or not isinstance(beta, (int, float)) or not 0 <= beta < math.inf:
-        raise _wrong(f"rope_parameters: llama_4_scaling_beta must be a finite number that is not negative, got {beta!r}")
+    if beta != 0 and not is_positive(beta):
+        raise _wrong(f"rope_parameters: llama_4_scaling_beta must be 0 or a positive finite number, got {beta!r}")
     if not isinstance(period, int) or period < 1:
         raise _wrong(f"rope_parameters: original_max_position_embeddings must be a positive integer, got {period!r}")
     growth = QueryGrowth(float(beta), period) if beta else None
@@ -279,9 +278,6 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
         raise _wrong(f"head_dim must be a positive even integer, got {head_dim!r}")
-    epsilon = config.rms_norm_eps
-    if not isinstance(epsilon, (int, float)) or not 0 <= epsilon < math.inf:
-        raise _wrong(f"rms_norm_eps must be a finite number that is not negative, got {epsilon!r}")
     # transformers reads `original_max_position_embeddings` beside the RoPE parameters only when a model is built.
     config.standardize_rope_params()
     ropes, limit = _rope_parameters(config), config.max_position_embeddings
@@ -309,7 +305,7 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         layers=tuple(LayerSpec(mixers[kind], mlp) for kind in kinds),
-        norm_eps=epsilon,
+        norm_eps=_factor(config, "rms_norm_eps"),
         tie_embeddings=bool(config.tie_word_embeddings),
         max_model_len=limit,
         num_labels=config.num_labels if is_classifier else None,
@@ -334,7 +330,7 @@ def _nested(config: PretrainedConfig, max_model_len: int | None) -> DecoderSpec:
 def _factor(config: PretrainedConfig, key: str) -> float:
     """Return a number of the configuration that must be positive."""
     value = getattr(config, key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+    if not is_positive(value):
         raise _wrong(f"{key} must be a positive finite number, got {value!r}")
     return float(value)
 

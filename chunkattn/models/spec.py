@@ -168,9 +168,7 @@ class Experts:
         count: number of experts.
         used: experts of a row.
         size: width of an expert.
-        scores: function of the router's logits, by which experts are picked and weighed.
-        is_normalised: whether the factors of a row's experts are divided by their sum.
-        scale: number that multiplies the factors.
+        is_normalised: whether the factors of a row's experts, a softmax over all, are divided by their sum.
         shared: MLP of all rows, whose output is added; None for none.
         gates_shared: whether the shared MLP's output is multiplied by the sigmoid of a product of the row.
         inputs_first: whether the weights are stored `[experts, in, out]`, as TPUs multiply them, instead of
@@ -180,9 +178,7 @@ class Experts:
     count: int
     used: int
     size: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
     is_normalised: bool = True
-    scale: float = 1.0
     shared: Mlp | None = None
     gates_shared: bool = False
     inputs_first: bool = False

@@ -13,6 +13,24 @@ import numpy as np
 
 from chunkattn.errors import ModelError
 
+_POSITIVE = (
+    *("rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+)
+"""Numbers among the parameters."""
+_ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Those whose default a 0 stands for, as in transformers."""
+
+
+def is_positive(value: object) -> bool:
+    """Return whether a value is a number that stays positive, finite and normal in float32.
+
+    Args:
+        value: number of a configuration, or anything else.
+    """
+    limits = np.finfo(np.float32)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and float(limits.tiny) <= value <= float(limits.max)
+
 
 @dataclass(frozen=True)
 class RotarySpec:
@@ -53,13 +71,21 @@ def make_rotary(
     # The supported families ignore the key where nothing is scaled, as their classes in transformers do.
     if not partial and rope_type != "default" and params.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError("rope_parameters: partial_rotary_factor other than 1.0 is not supported")
+    for name in _POSITIVE:
+        value = params.get(name)
+        if not (value is None or (name in _ZERO_IS_NONE and value == 0) or is_positive(value)):
+            raise ModelError(f"rope_parameters: {name} must be a positive finite number, got {value!r}")
     try:
         rotated = int(head_dim * params.get("partial_rotary_factor", 1.0)) if partial else head_dim
         if not 2 <= rotated <= head_dim or rotated % 2:
             raise ValueError(f"partial_rotary_factor must rotate an even number of a head's {head_dim} elements")
         if rope_type == "longrope":
-            return _longrope(params, rotated, max_position_embeddings, length)
-        return _make_rotary(rope_type, params, rotated, max_position_embeddings)
+            spec = _longrope(params, rotated, max_position_embeddings, length)
+        else:
+            spec = _make_rotary(rope_type, params, rotated, max_position_embeddings)
+        if not all(map(is_positive, (*spec.inv_freq, spec.attention_factor))):
+            raise ValueError("frequencies and attention_factor must be positive and finite")
+        return spec
     except ModelError:
         raise
     except KeyError as missing:
@@ -76,18 +102,14 @@ def _make_rotary(rope_type: str, params: Mapping[str, Any], head_dim: int, max_p
     if "factor" in params and params["factor"] is not None and not params["factor"] >= 1:
         raise ValueError("factor must be at least 1")
     if rope_type in ("default", "dynamic"):
-        spec = RotarySpec.of(inv_freq)
-    elif rope_type == "linear":
-        spec = RotarySpec.of(inv_freq / np.float32(params["factor"]))
-    elif rope_type == "llama3":
-        spec = RotarySpec.of(_llama3(inv_freq, params, max_position_embeddings))
-    elif rope_type == "yarn":
-        spec = _yarn(inv_freq, params, max_position_embeddings)
-    else:
-        raise ModelError(f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn")
-    if not (all(0 < frequency < math.inf for frequency in spec.inv_freq) and math.isfinite(spec.attention_factor)):
-        raise ValueError("frequencies must be positive, and they and attention_factor must be finite")
-    return spec
+        return RotarySpec.of(inv_freq)
+    if rope_type == "linear":
+        return RotarySpec.of(inv_freq / np.float32(params["factor"]))
+    if rope_type == "llama3":
+        return RotarySpec.of(_llama3(inv_freq, params, max_position_embeddings))
+    if rope_type == "yarn":
+        return _yarn(inv_freq, params, max_position_embeddings)
+    raise ModelError(f"rope_type {rope_type!r} is not supported; supported are default, linear, dynamic, llama3 and yarn")
 
 
 def _llama3(inv_freq: np.ndarray, params: Mapping[str, Any], max_positions: int) -> np.ndarray:
@@ -134,9 +156,10 @@ def _longrope(params: Mapping[str, Any], rotated: int, max_positions: int, lengt
     factor, attention_factor = params.get("factor") or max_positions / original, params.get("attention_factor")
     if attention_factor is None:
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-    factors = np.asarray(params["long_factor" if length > original else "short_factor"], np.float32)
-    if factors.shape != (rotated // 2,) or not (np.isfinite(factors).all() and (factors > 0).all()):
+    given = np.asarray(params["long_factor" if length > original else "short_factor"], np.float64)
+    if given.shape != (rotated // 2,) or not all(map(is_positive, given.tolist())):
         raise ValueError(f"short_factor and long_factor must have {rotated // 2} positive factors")
+    factors = given.astype(np.float32)
     exponents = np.arange(0, rotated, 2, dtype=np.float32) / np.float32(rotated)
     return RotarySpec.of(np.float32(1.0) / (factors * np.float32(params["rope_theta"]) ** exponents), float(attention_factor))
 

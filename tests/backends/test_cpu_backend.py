@@ -21,16 +21,6 @@ from tests.cpu_kernels import use
 NAMES = list(build.kernels())
 
 
-@pytest.fixture(params=NAMES)
-def kernel(request):
-    """One kernel after the other, where this machine has its instructions."""
-    if reason := use(request.param):
-        assert "lacks its instructions" in reason
-        pytest.skip(f"{request.param}: {reason}")
-    yield request.param
-    use("")
-
-
 OPTIONS = [
     {"cases": 20},
     {"weighs": True},

@@ -7,22 +7,13 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
-from chunkattn.backends.cpu import build, groups, library, packed
+from chunkattn.backends.cpu import groups, library, packed
 from tests.backends.test_packed import inputs, multiply, pack, rounded, rows_of
-from tests.cpu_kernels import use
 
 pytestmark = pytest.mark.skipif(library.refusal() is not None, reason="no native library")
 
 SIZES = [0, 1, 5, 0, 16, 17, 9, 200, 530, 1]
 """Groups with and without rows, of few rows and many, and of more rows than are computed at a time."""
-
-
-@pytest.fixture(params=list(build.kernels()))
-def kernel(request):
-    if reason := use(request.param):
-        pytest.skip(f"{request.param}: {reason}")
-    yield request.param
-    use("")
 
 
 def pairs(sizes, count, seed=0):

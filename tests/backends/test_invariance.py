@@ -10,7 +10,7 @@ import pytest
 
 from chunkattn import LLM
 from chunkattn.backends import AttentionSpec, get_backend, make_backend, registry
-from chunkattn.backends.cpu import build, label_readout, library
+from chunkattn.backends.cpu import label_readout, library
 from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.engine import invariance
@@ -22,16 +22,6 @@ from tests.cpu_kernels import use
 from tests.tiled_backend import OwnSequences
 
 SPEC = AttentionSpec(4, 2, 32, jnp.dtype("float32"), 16)
-
-
-@pytest.fixture(params=list(build.kernels()))
-def kernel(request):
-    if reason := use(request.param):
-        pytest.skip(f"{request.param}: {reason}")
-    native.order.cache_clear()
-    yield request.param
-    use("")
-    native.order.cache_clear()
 
 
 @pytest.mark.skipif(library.refusal() is not None, reason="no native library")

@@ -17,15 +17,6 @@ pytestmark = pytest.mark.skipif(library.refusal() is not None, reason="no native
 FORMATS = list(packed.FORMATS)
 
 
-@pytest.fixture(params=list(build.kernels()))
-def kernel(request):
-    """One kernel after the other, where this machine has its instructions."""
-    if reason := use(request.param):
-        pytest.skip(f"{request.param}: {reason}")
-    yield request.param
-    use("")
-
-
 def rows_of(name, outputs, depth, seed=0):
     """Random rows of a GGUF tensor, uint8 `[outputs, bytes]`, with every code and factor."""
     rng = np.random.default_rng(seed)

@@ -9,25 +9,14 @@ import pytest
 
 from chunkattn.backends import AttentionSpec, get_backend
 from chunkattn.backends.base import FP8, AttentionBatch, HeadInputs
-from chunkattn.backends.cpu import build, library, linear, rows
+from chunkattn.backends.cpu import library, linear, rows
 from chunkattn.models.linear import add_rms_norm, gated, multiply_several, rms_norm
 from chunkattn.testing import random_steps
-from tests.cpu_kernels import use
 
 pytestmark = pytest.mark.skipif(library.refusal() is not None, reason="no native library")
 
 DTYPES = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 5e-4}
 """Relative errors: half the distance of two neighbours."""
-
-
-@pytest.fixture(params=list(build.kernels()))
-def kernel(request):
-    if reason := use(request.param):
-        pytest.skip(f"{request.param}: {reason}")
-    linear.order.cache_clear()
-    yield request.param
-    use("")
-    linear.order.cache_clear()
 
 
 def check(compute, arrays, expected, dtype):

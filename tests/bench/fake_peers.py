@@ -4,16 +4,11 @@ import sys
 
 from transformers import Qwen3Config
 
+from chunkattn.tools.bench.geometry import sizes
+
 TINY = Qwen3Config(
+    **sizes(50, 8, 16, 2, 2, 1, 16, 10_000),  # the native backend takes heads of multiples of 16
     architectures=["Qwen3ForCausalLM"],
-    vocab_size=50,
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=16,  # the native backend takes multiples of 16
-    max_position_embeddings=10_000,
     tie_word_embeddings=True,
 )
 VLLM = """

@@ -22,21 +22,11 @@ from chunkattn.tools.bench.measure import peak_bytes, reset_peak, resident_bytes
 from chunkattn.tools.bench.peers import time_peer
 from chunkattn.tools.bench.score import ScoreBench, ScoreCase, needed_flops, run
 from chunkattn.tools.bench.sizes import ScoreWorkload, Setup
+from tests.bench import fake_peers
 from tests.flows import stages_of
 
 ROOT = Path(__file__).parents[2]
-TINY = Qwen3Config(
-    architectures=["Qwen3ForCausalLM"],
-    vocab_size=50,
-    hidden_size=8,
-    intermediate_size=16,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=4,
-    max_position_embeddings=10_000,
-    tie_word_embeddings=True,
-)
+TINY = Qwen3Config(**fake_peers.TINY.to_dict() | {"head_dim": 4})
 SMALL = ["--geometry", "tiny", "--query", "20", "--item-len", "3", "--repeats", "1", "--kv-tokens", "1024"]
 
 

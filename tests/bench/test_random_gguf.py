@@ -9,20 +9,10 @@ from gguf.quants import dequantize
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from chunkattn.models.families import spec_from_config
-from chunkattn.tools.bench.geometry import GEOMETRIES
+from chunkattn.tools.bench.geometry import GEOMETRIES, sizes
 from chunkattn.tools.bench.random_gguf import QUANTS, tensor_type, write_random
 
-TIED = Qwen3Config(
-    architectures=["Qwen3ForCausalLM"],
-    vocab_size=70,
-    hidden_size=256,
-    intermediate_size=288,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=64,
-    tie_word_embeddings=True,
-)
+TIED = Qwen3Config(**sizes(70, 256, 288, 8, 4, 2, 64, 4096), architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
 
 
 def types_of(quant, layers, *, tied):

@@ -13,6 +13,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
 from chunkattn.models.loader import load_tokenizer, open_files
 from tests.checkpoints import auto_class
+from tests.fuzz.routers import Routing
 from tests.tokenizer_texts import TEXTS
 
 NESTED = ("gemma3", "mistral3")
@@ -156,9 +157,8 @@ def dense_logits(decoder, ids=IDS):
         return np.asarray(decoder.logits(decoder(jnp.asarray(ids), jnp.arange(count), attend)))
 
 
-@torch.no_grad()
-def transformers_logits(folder, ids=IDS):
-    """Logits of transformers in float32 `[T, vocab or num_labels]`, or the reason why it has none that count."""
+def transformers_model(folder):
+    """The model of transformers in float32, and whether it classifies; or the reason why it has no logits that count."""
     try:
         named = json.loads((folder / "config.json").read_text()).get("architectures") or [""]
         classifies = named[0].endswith("ForSequenceClassification")
@@ -168,13 +168,20 @@ def transformers_logits(folder, ids=IDS):
         model, info = auto.from_pretrained(folder, dtype=torch.float32, **options)
         if info["missing_keys"] or info["mismatched_keys"]:
             return f"random weights in place of {sorted(info['missing_keys'])[:3]}"
-        # Without a cache, whose layers a foreign `sliding_window` would shorten.
-        batch = {"input_ids": torch.as_tensor(ids)[None], "use_cache": False, "return_dict": True}
-        if not classifies:
-            return model.eval()(**batch).logits[0].numpy()
-        return model.score(model.eval().model(**batch).last_hidden_state)[0].numpy()
+        logits_of(model, classifies)
+        return model, classifies
     except Exception as error:  # every class that a broken folder raises
         return f"{type(error).__name__}: {error}"
+
+
+@torch.no_grad()
+def logits_of(model, classifies=False, ids=IDS):
+    """Logits of a model of transformers, float32 `[T, vocab or num_labels]`."""
+    # Without a cache, whose layers a foreign `sliding_window` would shorten.
+    batch = {"input_ids": torch.as_tensor(ids)[None], "use_cache": False, "return_dict": True}
+    if not classifies:
+        return model.eval()(**batch).logits[0].numpy()
+    return model.score(model.eval().model(**batch).last_hidden_state)[0].numpy()
 
 
 def judge(folder, change=lambda: None):
@@ -187,15 +194,20 @@ def judge(folder, change=lambda: None):
     Raises:
         SilentDifferenceError: the logits are not transformers'.
     """
-    expected = transformers_logits(folder)
+    witness = transformers_model(folder)
     change()
     try:
         decoder = open_files(EngineConfig(model=str(folder), dtype="float32", skip_tokenizer_init=True)).load()
     except ModelError as error:
         return str(error)
-    if isinstance(expected, str):
-        raise SilentDifferenceError(f"transformers has no logits ({expected})")
-    found, known = dense_logits(decoder), decoder.spec.max_model_len
+    if isinstance(witness, str):
+        raise SilentDifferenceError(f"transformers has no logits ({witness})")
+    with Routing().recorded() as routing:
+        found, known = dense_logits(decoder), decoder.spec.max_model_len
+    with routing.forced(witness[0]):
+        expected = logits_of(*witness)
+    if not routing.largest <= TOLERANCE:
+        raise SilentDifferenceError(f"a router's logit of an expert lies {routing.largest:.2g} below one left out")
     if found.shape != expected.shape or not np.abs(found - expected)[:known].max() <= TOLERANCE:
         raise SilentDifferenceError(f"logits differ by {np.abs(found - expected).max():.2g}")
     return "equal"

@@ -63,6 +63,7 @@ class Subject:
         head_dim: size of a head.
         dtype: dtype of weights, activations and K/V.
         tolerance: tolerance of log-probabilities.
+        router_tolerance: tolerance of the logits by which experts are chosen.
         quantization: rounding of the weights at the load.
         window: sliding window of the last layer; None for full attention in all.
         experts: number of experts of a layer; None for layers with an MLP.
@@ -73,6 +74,7 @@ class Subject:
     head_dim: int = 32
     dtype: str = "float32"
     tolerance: float = 1e-4
+    router_tolerance: float = 1e-4
     quantization: str | None = None
     window: int | None = None
     experts: int | None = None
@@ -106,13 +108,10 @@ SUBJECTS = {
     "auto window bfloat16": Subject(dtype="bfloat16", tolerance=0.2, window=11),
     "xla window": Subject("xla", window=11),
     "auto experts": Subject(experts=8),
-    "auto experts bfloat16": Subject(dtype="bfloat16", tolerance=1.0, experts=8),
-    "auto experts packed": Subject(tolerance=5e-3, quantization="int8", experts=8),
+    "auto experts bfloat16": Subject(dtype="bfloat16", tolerance=0.2, router_tolerance=0.06, experts=8),
+    "auto experts packed": Subject(tolerance=5e-3, router_tolerance=1e-3, quantization="int8", experts=8),
 }
-"""By the name of the backend, with the dtype where it is not the first, and `window` or `experts` for models with them.
-
-Rounding to bfloat16 changes which experts a router picks where two are about equal.
-"""
+"""By the name of the backend, with the dtype where it is not the first, and `window` or `experts` for models with them."""
 
 
 def make_model(folder: Path, subject: Subject) -> Path:

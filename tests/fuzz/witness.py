@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +14,19 @@ import numpy as np
 from chunkattn import ChunkLayout, SamplingParams, make_layout
 from chunkattn.config import make_config
 from chunkattn.engine.build import build_core
+from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
 from chunkattn.models.loader import open_files
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Sample, Score, continued
 from tests.fuzz.decisions import Decide, expected_answers, numbers_of, prompts, rows_of
 from tests.fuzz.focus import Choose, best, composed, score_of, scored_layout
 from tests.fuzz.rig import VOCAB, Subject
+from tests.fuzz.routers import Routing
 
 _MOST_SAMPLED = 16
 _REMEMBERED = 4000
+_TIES = 0.02
+"""Largest share of routers' choices that rounding may change."""
 
 
 class Difference(Exception):
@@ -51,17 +56,23 @@ class ColdEngine:
     """An idle engine without a cache that runs one sequence alone, in one pass under a dense mask.
 
     A dense pass has no pages, spans or schedule, so it shares with the engine under test the model alone. Answers are
-    remembered by content.
+    remembered by content. Where the model has experts, the pass takes over those of an engine with the attention backend and
+    the weights under test.
+
+    Attributes:
+        tolerance: see `Witness`.
+        routing: experts that were taken over; None for a model without.
     """
 
     name = "an engine that shares nothing"
 
     def __init__(self, model: Path, subject: Subject) -> None:
         self.tolerance = subject.tolerance
-        options = {"enable_prefix_caching": False, "dtype": subject.dtype}
-        options |= {"kv_cache_memory_bytes": 1 << 19}
-        config = make_config(str(model), options | {"skip_tokenizer_init": True})
-        self._core = build_core(config, open_files(config))
+        self.routing, self._bound = None, subject.router_tolerance
+        self._core = _idle_engine(model, dtype=subject.dtype)
+        if subject.experts is not None:
+            tested = {"quantization": subject.quantization, "attention_backend": subject.backend, "block_size": subject.block}
+            self.routing, self._tested = Routing(), _idle_engine(model, dtype=subject.dtype, **tested)
         self._known: OrderedDict[tuple, np.ndarray] = OrderedDict()
 
     def logprobs(self, layout: ChunkLayout) -> np.ndarray:
@@ -69,15 +80,40 @@ class ColdEngine:
         key = layout.token_ids.tobytes(), layout.positions.tobytes(), layout.prefix_len, layout.chunk_lens
         if key not in self._known:
             every = ScoreRequest("", layout, np.arange(len(layout)), (tuple(range(VOCAB)),), backend="packed_dense")
-            self._core.add(every)
-            events = self._core.step()
-            assert len(events) == 1, events
-            assert isinstance(events[0], ScoreResult), events
-            assert not self._core.has_work
-            self._known[key] = events[0].logprobs
+            if self.routing is None:
+                self._known[key] = _run(self._core, every)
+            else:
+                with self.routing.recorded():
+                    _run(self._tested, replace(every, backend=None))
+                with self.routing.replayed(len(layout)):
+                    self._known[key] = _run(self._core, every)
+                self._check_routing(self.routing)
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         return self._known[key]
+
+    def _check_routing(self, routing: Routing) -> None:
+        """Check the experts that the engine under test has chosen."""
+        if not routing.largest <= self._bound:
+            raise Difference(f"a router's logit of an expert lies {routing.largest:.3g} below one left out")
+        if routing.ties > max(10, _TIES * routing.choices):
+            raise Difference(f"{routing.ties} of {routing.choices} choices of experts are not those of {self.name}")
+
+
+def _idle_engine(model: Path, **options: Any) -> EngineCore:
+    """Return an engine without a cache that computes a prompt in one step."""
+    options |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 1 << 19, "skip_tokenizer_init": True}
+    config = make_config(str(model), options)
+    return build_core(config, open_files(config))
+
+
+def _run(core: EngineCore, request: ScoreRequest) -> np.ndarray:
+    """Return the log-probabilities of one request."""
+    core.add(request)
+    (event,) = core.step()
+    assert isinstance(event, ScoreResult), event
+    assert not core.has_work
+    return event.logprobs
 
 
 def check(call: Call, witness: Witness) -> None:

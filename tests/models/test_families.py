@@ -217,7 +217,7 @@ def test_queries_of_ministral_3_need_their_factor(copied):
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
     for beta in (-0.1, "0.1", None):
         edit(folder, rope_parameters=rope | {"llama_4_scaling_beta": beta})
-        with pytest.raises(ModelError, match="llama_4_scaling_beta must be a finite number"):
+        with pytest.raises(ModelError, match="llama_4_scaling_beta must be 0 or a positive finite number"):
             files_of(folder)
     edit(folder, rope_parameters=rope | {"llama_4_scaling_beta": 0})
     np.testing.assert_allclose(dense_logits(files_of(folder).load(), IDS), Oracle(folder).logits(IDS), atol=1e-4)

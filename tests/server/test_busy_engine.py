@@ -89,7 +89,7 @@ def test_a_new_engine_has_no_metrics_of_the_one_before(llm, blocked, monkeypatch
         def refuse(context):
             raise OSError
 
-        monkeypatch.setattr("chunkattn.remote.client.WorkerProcess", refuse)
+        monkeypatch.setattr("chunkattn.remote.supervisor.WorkerProcess", refuse)
         await llm.client._run_worker(None)
         llm.client._worker, llm.client.state = blocked, "ready"
         text = (await client.get("/metrics")).text

@@ -3,7 +3,7 @@
     python -m tests.soak.fuzz_files --folders 300 --gguf 100 --seed 1000
 
 The command makes random folders of every family and random GGUF files, right and wrong. Each gives transformers' logits
-(float32, within 1e-4; GGUF within 1e-3, packed 2e-3) and the token ids of its tokenizer's own file, or one `ModelError`. The
+(float32, within 1e-4; GGUF within 1e-3) and the token ids of its tokenizer's own file, or one `ModelError`. The
 command prints the choices of every file that gives anything else, and exits with 1. The same seed makes the same files.
 """
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from chunkattn.async_llm import snapshot
 from chunkattn.errors import RequestError
 from chunkattn.outputs import RequestOutput
+from chunkattn.remote.async_runner import snapshot
 from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.server.answers import Answer, Chat, Completion
 from chunkattn.server.json_answer import json_answer

@@ -24,47 +24,35 @@ from chunkattn.models.packed import unpacked
 from chunkattn.models.spec import EMBEDDING, DecoderSpec
 from chunkattn.models.weights import save_weights
 
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "max_position_embeddings"),
+)
+
+
+def sizes(*values: int) -> dict[str, int]:
+    """Return the sizes of a configuration by their keys.
+
+    Args:
+        *values: vocabulary, hidden size, width of the MLP, layers, query heads, KV heads, size of a head, positions.
+    """
+    return dict(zip(_SIZES, values, strict=True))
+
+
 _COMMON = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6}
 GEOMETRIES = {
-    "qwen3-0.6b": Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        **_COMMON,
-    ),
+    "qwen3-0.6b": Qwen3Config(**sizes(151936, 1024, 3072, 28, 16, 8, 128, 40960), **_COMMON),
     "qwen3-30b-a3b": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         tie_word_embeddings=False,
         rope_theta=1e6,
-        vocab_size=151936,
-        hidden_size=2048,
-        intermediate_size=6144,
-        num_hidden_layers=4,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        max_position_embeddings=40960,
+        **sizes(151936, 2048, 6144, 4, 32, 4, 128, 40960),
         num_experts=128,
         num_experts_per_tok=8,
         moe_intermediate_size=768,
         norm_topk_prob=True,
     ),
-    "small": Qwen3Config(
-        vocab_size=4096,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        max_position_embeddings=40960,
-        **_COMMON,
-    ),
+    "small": Qwen3Config(**sizes(4096, 256, 768, 4, 8, 4, 64, 40960), **_COMMON),
 }
 
 

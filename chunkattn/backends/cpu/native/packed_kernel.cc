@@ -153,40 +153,37 @@ template <class L> inline Scale<KindOf<L>> scale_of(const uint8_t *piece, int bl
   return s;
 }
 
-// Adds the products of codes and digit `digit` of a block. `codes(p, j)`: vector j of part p.
+// Calls `add(r, p, c)` with vector j of the codes of each part, for every row. `codes(p, j)`: vector j of part p.
+template <int ROWS, int PARTS, class C, class A> [[gnu::always_inline]] inline void each_product(C codes, int j, A add) {
+  Codes c[PARTS];
+#pragma GCC unroll 2
+  for (int p = 0; p < PARTS; p++) c[p] = codes(p, j);
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+    for (int p = 0; p < PARTS; p++) add(r, p, c[p]);
+}
+
+// Adds the products of codes and digit `digit` of a block; see `each_product`.
 template <class K, int DIGITS, int ROWS, int PARTS, class C>
 inline void add_digit(Ints (&sums)[K::kGroups][ROWS][PARTS], const Tile<K, DIGITS, ROWS> &x, int digit, C codes) {
 #if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
 #pragma GCC unroll 8
-  for (int j = 0; j < 8; j++) {
-    Codes c[PARTS];
-#pragma GCC unroll 2
-    for (int p = 0; p < PARTS; p++) c[p] = codes(p, j);
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-      for (int p = 0; p < PARTS; p++) {
-        Ints &sum = sums[j * K::kGroups / 8][r][p];
-        sum = dot(sum, c[p], x.digits[r][digit] + j * 4);
-      }
-  }
+  for (int j = 0; j < 8; j++)
+    each_product<ROWS, PARTS>(codes, j, [&](int r, int p, Codes c) {
+      Ints &sum = sums[j * K::kGroups / 8][r][p];
+      sum = dot(sum, c, x.digits[r][digit] + j * 4);
+    });
 #else
 #pragma GCC unroll 8
   for (int first = 0; first < 8; first += K::kTogether) {
     Shorts some[ROWS][PARTS];
 #pragma GCC unroll 4
-    for (int j = first; j < first + K::kTogether; j++) {
-      Codes c[PARTS];
-#pragma GCC unroll 2
-      for (int p = 0; p < PARTS; p++) c[p] = codes(p, j);
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 2
-        for (int p = 0; p < PARTS; p++) {
-          const Shorts now = products<K::kSignedCodes>(c[p], x.digits[r][digit] + j * 4);
-          some[r][p] = j == first ? now : some[r][p] + now;
-        }
-    }
+    for (int j = first; j < first + K::kTogether; j++)
+      each_product<ROWS, PARTS>(codes, j, [&](int r, int p, Codes c) {
+        const Shorts now = products<K::kSignedCodes>(c, x.digits[r][digit] + j * 4);
+        some[r][p] = j == first ? now : some[r][p] + now;
+      });
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
