@@ -12,7 +12,8 @@ import numpy as np
 
 from chunkattn.errors import ModelError
 from chunkattn.models.quantized_config import Quantization, quantization_of
-from chunkattn.models.quantized_formats import FORMATS, LEAVES, TYPES, Matrix, Scheme
+from chunkattn.models.quantized_formats import FORMATS, LEAVES, TYPES, Scheme
+from chunkattn.models.quantized_matrix import Matrix
 from chunkattn.models.safetensors_folder import SafetensorsFolder
 
 logger = logging.getLogger(__name__)

@@ -16,11 +16,14 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from chunkattn.backends.cpu import library
 from chunkattn.config import EngineConfig
+from chunkattn.engine.plan import packed_bytes
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.models.loader import open_files, open_shape
 from chunkattn.models.packed import Packed
 from chunkattn.models.packing import Packing
-from chunkattn.models.quantized_formats import FORMATS, Matrix, Scheme, decode_mxfp4
+from chunkattn.models.quantized_config import quantization_of
+from chunkattn.models.quantized_formats import FORMATS, Scheme, decode_mxfp4
+from chunkattn.models.quantized_matrix import Matrix
 from tests.fuzz.folders import SINGLE, TOLERANCE, dense_logits, numbered, tensors_of, transformers_logits, write
 from tests.quantised_folders import KINDS, PACKED, is_linear, quantise
 
@@ -127,11 +130,7 @@ def test_blocks_of_fp8_by_transformers(shape):
     rng = np.random.default_rng(0)
     codes = torch.from_numpy(rng.normal(0, 60, shape)).to(torch.float8_e4m3fn)
     scales = torch.from_numpy(rng.random((shape[0] // 128, shape[1] // 128)) * 0.01).to(torch.bfloat16)
-    views = {
-        "weight": ("F8_E4M3", codes.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn)),
-        "weight_scale_inv": ("BF16", scales.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)),
-    }
-    matrix = Matrix(Scheme("FP8", 8, (128, 128)), views, "folder")
+    matrix = Matrix(Scheme("FP8", 8, (128, 128)), {"weight": view(codes), "weight_scale_inv": view(scales)}, "folder")
     for dtype, same in ((torch.float32, np.float32), (torch.float16, np.float16)):
         expected = Fp8Dequantize(None)._dequantize_one(codes, scales, output_dtype=dtype).numpy()
         np.testing.assert_array_equal(matrix.read(np.dtype(same)), expected)
@@ -160,43 +159,41 @@ def test_matrices_by_compressed_tensors(kind):
     assert torch.equal(found, expected)
 
 
+NAMES = {
+    torch.float8_e4m3fn: ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+    torch.bfloat16: ("BF16", ml_dtypes.bfloat16),
+    torch.float16: ("F16", np.float16),
+    torch.float32: ("F32", np.float32),
+    torch.int8: ("I8", np.int8),
+    torch.uint8: ("U8", np.uint8),
+    torch.int32: ("I32", np.int32),
+    torch.int64: ("I64", np.int64),
+}
+"""Types of safetensors files and of NumPy."""
+
+
+def view(tensor):
+    name, dtype = NAMES[tensor.dtype]
+    return name, tensor.reshape(-1).view(torch.uint8).numpy().view(dtype).reshape(tensor.shape)
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_parts_of_a_matrix(kind):
+def test_parts_of_a_matrix(kind, tmp_path):
     rng = np.random.default_rng(4)
     made = KINDS[kind].make(rng, 48, 96)
-    settings = EngineSettings.scheme(kind)
-    matrix = Matrix(
-        settings,
-        {leaf: EngineSettings.view(t) for leaf, t in made.tensors.items() if leaf in EngineSettings.leaves(settings)},
-        "folder",
-    )
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": KINDS[kind].config}))
+    scheme = quantization_of(tmp_path).scheme_of(["module"], "Linear")
+    tensors = {leaf: view(tensor) for leaf, tensor in made.tensors.items() if leaf in FORMATS[scheme.format].leaves}
+    matrix = Matrix(scheme, tensors, "folder")
+    whole = None if matrix.packed_format is None else matrix.blocks(())
     for _ in range(20):
+        if whole is not None:
+            first, last = sorted(rng.choice(4, 2, replace=False).tolist())
+            size = whole.shape[1] // 3
+            part = matrix.blocks((slice(5, 33), slice(first * 32, last * 32)))
+            np.testing.assert_array_equal(part, whole[5:33, first * size : last * size])
         rows, columns = (slice(*sorted(rng.integers(0, size + 1, 2).tolist())) for size in (48, 96))
         np.testing.assert_array_equal(matrix.read(np.dtype(np.float32), (rows, columns)), made.values[rows, columns])
-
-
-class EngineSettings:
-    """What the reader makes of a configuration and of tensors in memory."""
-
-    @staticmethod
-    def scheme(kind):
-        from chunkattn.models.quantized_config import _read, _Settings
-
-        settings = _Settings("config", KINDS[kind].config)
-        return _read(settings, KINDS[kind].config["quant_method"]).scheme_of(["module"], "Linear")
-
-    @staticmethod
-    def leaves(scheme):
-        return FORMATS[scheme.format].leaves
-
-    @staticmethod
-    def view(tensor):
-        names = {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-        names |= {torch.int8: "I8", torch.uint8: "U8", torch.int32: "I32", torch.int64: "I64"}
-        special = {torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn, torch.bfloat16: ml_dtypes.bfloat16}
-        size = {1: torch.uint8, 2: torch.uint16}.get(tensor.element_size())
-        array = tensor.view(size).numpy().view(special[tensor.dtype]) if tensor.dtype in special else tensor.numpy()
-        return names[tensor.dtype], array
 
 
 # Packed weights
@@ -246,6 +243,15 @@ def test_options_of_packed_weights(folders):
     assert rounded.format == "Q8_0"
 
 
+@needs_library
+@pytest.mark.parametrize("kind", ["ct-int4", "gptq-columns", "fp8"])
+def test_a_plan_knows_what_is_packed(kind, folders):
+    folder, options = str(folders(kind, **WIDE)[0]), {"dtype": "bfloat16"}
+    planned = packed_bytes(EngineConfig(model=folder, **options), *open_shape(EngineConfig(model=folder, **options)))
+    weights = load(folder, Packing(), **options).weights
+    assert planned == (sum(weight.nbytes for weight in weights.values()) if kind in PACKED else None)
+
+
 # Loading
 
 
@@ -273,18 +279,24 @@ def test_the_settings_are_part_of_the_weights_sample(damaged, folders):
     assert len(samples) == 2
 
 
-def test_peak_memory_is_one_tensor(tmp_path):
-    tensors, keys = tensors_of("qwen3", hidden_size=512, intermediate_size=4096, head_dim=32, num_hidden_layers=2)
-    stored, _ = quantise("ct-nvfp4", tensors, np.random.default_rng(0))
-    folder = write(tmp_path / "model", stored, config(keys, "ct-nvfp4"))
+def traced_peak(folder):
+    """Largest memory of the host during a load, without JAX's own, which is that of finished weights."""
     files = open_files(EngineConfig(model=str(folder), dtype="bfloat16", skip_tokenizer_init=True))
+    files.load()  # imports
     tracemalloc.start()
-    decoder = files.load()
+    files.load()
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    finished = sum(weight.nbytes for weight in decoder.weights.values())
-    largest = max(weight.nbytes for weight in decoder.weights.values())
-    print(f"peak {peak:,}, finished {finished:,}, largest {largest:,}")
+    return peak
+
+
+@pytest.mark.parametrize("kind", ["fp8", "ct-nvfp4", "awq", "gptq-ordered"])
+def test_peak_memory_is_that_of_a_plain_folder(kind, tmp_path):
+    """A matrix has 8 MiB, and decoding takes less beside it. Decoding it whole would take 16 MiB more for each step."""
+    tensors, keys = tensors_of("qwen3", hidden_size=256, intermediate_size=16_384, head_dim=32)
+    stored, _ = quantise(kind, tensors, np.random.default_rng(0))
+    plain = write(tmp_path / "p", {name: value.to(torch.bfloat16) for name, value in tensors.items()}, keys)
+    assert traced_peak(write(tmp_path / "q", stored, config(keys, kind))) < traced_peak(plain) + (8 << 20)
 
 
 # Refusals
