@@ -73,7 +73,8 @@ class Draw:
             self.stored[name] = value.to(torch.float64)
         elif how == "not finite" and value.is_floating_point():
             changed = value.float().reshape(-1)
-            changed[rng.integers(len(changed))] = (np.nan, np.inf)[rng.integers(2)]
+            is_narrow = value.dtype == torch.float8_e4m3fn  # which has no infinity
+            changed[rng.integers(len(changed))] = np.nan if is_narrow else (np.nan, np.inf)[rng.integers(2)]
             self.stored[name] = changed.reshape(value.shape).to(value.dtype)
         elif how == "absent key":
             key = sorted(settings)[rng.integers(len(settings))]
