@@ -238,7 +238,7 @@ PACKED = {
 
 
 def is_linear(name, value):
-    """Whether formats quantise a parameter: the projections of attention, MLPs and experts."""
+    """Return whether formats quantise a parameter: a projection of attention, an MLP or an expert."""
     return value.ndim == 2 and name.endswith("proj.weight")
 
 
