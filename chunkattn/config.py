@@ -56,7 +56,7 @@ class EngineConfig:
             (`generation_config.json`, or the metadata of a GGUF file), `"none"` takes those of `SamplingParams`, and a folder
             takes those of its `generation_config.json`.
         dtype: dtype of weights, activations and KV: `"auto"` (the checkpoint's own), `"float32"`, `"bfloat16"` or `"float16"`.
-        weights: `"packed"` multiplies the blocks of a quantised GGUF file as they are, on CPUs; `"dequantized"` casts every
+        weights: `"packed"` multiplies the blocks of a quantised checkpoint as they are, on CPUs; `"dequantized"` casts every
             weight to `dtype` at the load. `"auto"` packs what it can on CPUs, unless `dtype` is float32.
         activations: integers that the rows become in products with packed weights: `"int16"`, or `"int8"`, which is faster for
             many rows and less exact.

@@ -379,9 +379,8 @@ def unsupported(what: str) -> ModelError:
 
 def _refuse_foreign_keys(config: PretrainedConfig) -> None:
     """Raise if a key that no class reads, but transformers itself, asks for something that is not supported."""
-    for key in ("quantization_config", "quantization"):  # the second is MLX's
-        if getattr(config, key, None):
-            raise ModelError(f"quantized checkpoints ({key}) are not supported; use an unquantized one")
+    if getattr(config, "quantization", None):
+        raise ModelError("quantized checkpoints of MLX (quantization) are not supported; use an unquantized one")
     if not getattr(config, "is_causal", True):
         raise _wrong(f"is_causal is {config.is_causal}: bidirectional attention is not supported")
     if getattr(config, "is_heterogeneous", False):

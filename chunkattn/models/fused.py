@@ -9,6 +9,7 @@ import numpy as np
 
 from chunkattn.errors import ModelError
 from chunkattn.models.gguf_spec import GGUFTensors
+from chunkattn.models.quantized_folder import QuantizedFolder
 from chunkattn.models.safetensors_folder import SafetensorsFolder
 from chunkattn.models.spec import DecoderSpec
 from chunkattn.models.stacked import StackedExperts
@@ -97,7 +98,7 @@ class SplitTensors:
 
     def blocks(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Return the blocks of a part of a quantised matrix, see `GGUFTensors.blocks`."""
-        assert isinstance(self._source, GGUFTensors)
+        assert isinstance(self._source, (GGUFTensors, QuantizedFolder))
         stored, rows = self._place(name, index[0])
         return self._source.blocks(stored, (rows, *index[1:]))
 

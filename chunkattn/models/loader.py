@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
@@ -22,6 +23,8 @@ from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors, config_from_gguf, spec_from_gguf
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.locate import DEMO_FOLDER, resolve_path
+from chunkattn.models.quantized_config import quantization_of
+from chunkattn.models.quantized_folder import open_folder
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import DecoderSpec
@@ -83,7 +86,8 @@ class ModelFiles:
 
     def sample(self) -> bytes:
         """Return 16 bytes that differ between most checkpoints of one shape: a hash of pieces of the weights' files."""
-        digest = xxhash.xxh3_128()
+        quantization = None if self.path.is_file() else quantization_of(self.path)  # says what the files' numbers stand for
+        digest = xxhash.xxh3_128(b"" if quantization is None else repr(quantization).encode())
         for file in [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors")):
             size = file.stat().st_size
             digest.update(f"{size}".encode())
@@ -141,7 +145,7 @@ def open_files(options: EngineConfig) -> ModelFiles:
 def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str, str]]:
     """Return the shape and the dtype of a model from its configuration alone. Of a hub id, only that is downloaded.
 
-    The third value is the type of each parameter by its name, if the model is a GGUF file.
+    The third value is the type of each parameter by its name, if the model is a GGUF file or a quantised local folder.
 
     Args:
         options: options of the engine: `model`, `revision` and `dtype` count.
@@ -149,12 +153,22 @@ def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str,
     Raises:
         ModelError: the configuration cannot be found or read, or is not supported.
     """
-    file, config, spec = _configuration(
-        resolve_path(options.model, options.revision, files=["config.json"]), options.max_model_len
-    )
-    tensors = None if file is None else split_tensors(GGUFTensors(file, spec), spec)
-    types = {} if tensors is None else {name: tensors.stored_type(name) for name in tensors.names()}
-    return spec, _dtype(config, options), types
+    path = resolve_path(options.model, options.revision, files=["config.json"])
+    file, config, spec = _configuration(path, options.max_model_len)
+    if file is None:
+        return spec, _dtype(config, options), _quantised_types(path, spec)
+    tensors = split_tensors(GGUFTensors(file, spec), spec)
+    return spec, _dtype(config, options), {name: tensors.stored_type(name) for name in tensors.names()}
+
+
+def _quantised_types(folder: Path, spec: DecoderSpec) -> dict[str, str]:
+    """Return the type of each parameter of a quantised folder; nothing of another, or of one without its weights."""
+    if quantization_of(folder) is None or not any(folder.glob("model*.safetensors")):
+        return {}
+    with ExitStack() as stack:
+        tensors = split_tensors(open_folder(folder, stack, is_nested=spec.is_nested), spec)
+        names = tensors.names()
+        return {name: tensors.stored_type(name) if name in names else "missing" for name in spec.parameters()}
 
 
 def _configuration(path: Path, max_model_len: int | None) -> tuple[GGUFFile | None, PretrainedConfig, DecoderSpec]:
@@ -168,6 +182,7 @@ def _configuration(path: Path, max_model_len: int | None) -> tuple[GGUFFile | No
         config = config_from_gguf(file)
         return file, config, spec_from_gguf(file, config, max_model_len)
     config = read_config(path)
+    quantization_of(path)  # an error here comes before any download of weights, and before their reading
     try:
         return None, language_part(config), spec_from_config(config, max_model_len)
     except ModelError as error:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
 import re
 from collections.abc import Collection, Iterable
 from contextlib import ExitStack
+from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -28,6 +30,7 @@ NESTED_PREFIX = "language_model."
 _NESTED = re.compile(r"^(model\.language_model\.|language_model\.(model\.)?)(?=(embed_tokens|layers|norm)\.)")
 """Prefixes of the decoder's names, without its head, in checkpoints of multimodal models, whatever wrote them."""
 _BASE_MODULES = ("embed_tokens.", "layers.", "norm.")
+_HEAD_MODULE = HEAD.removesuffix("weight")
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 _CAUSES = (
@@ -37,7 +40,10 @@ _CAUSES = (
     (r"^module\.", "the model was saved inside DistributedDataParallel; save model.module instead"),
     (r"^_orig_mod\.", "the model was saved inside torch.compile; save the uncompiled model instead"),
     (r"(^|\.)(language_model|text_model|visual|vision_tower)\.", "the folder holds a multimodal model; extract its text model"),
-    (r"\.(qweight|qzeros|weight_packed|weight_scale|absmax)", "the checkpoint is quantised; use an unquantised one"),
+    (
+        r"\.(qweight|qzeros|weight_packed|weight_scale|absmax)",
+        "the checkpoint is quantised, and config.json has no quantization_config; get the whole folder again",
+    ),
     (r"\.(qkv_proj|gate_up_proj|W_pack)\.", "projections are stored fused; split them as transformers names them"),
 )
 """Patterns of foreign tensor names, with the likely cause and the remedy."""
@@ -53,6 +59,50 @@ _NO_HEAD = (
     "the checkpoint holds the bare model, without a head; get the model with its head or, for a language model whose head is "
     "its embedding, set tie_word_embeddings to true in config.json"
 )
+
+
+class Shard:
+    """An open safetensors file.
+
+    Args:
+        path: the file.
+        handle: `safe_open` of the file.
+    """
+
+    def __init__(self, path: Path, handle: Any) -> None:
+        self.path, self.handle = path, handle
+
+    @cached_property
+    def _mapped(self) -> tuple[mmap.mmap, dict[str, Any], int]:
+        """The bytes of the file, its header and the start of its data. `safe_open` has checked the header."""
+        with self.path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        start = 8 + int.from_bytes(mapped[:8], "little")
+        return mapped, json.loads(mapped[8:start]), start
+
+    def view(self, name: str, dtype: np.dtype) -> np.ndarray:
+        """Return a tensor as it lies in the file, of a type that `safe_open` may not have.
+
+        Args:
+            name: name in the file.
+            dtype: NumPy's type of the elements.
+        """
+        mapped, header, start = self._mapped
+        first, last = header[name]["data_offsets"]
+        values = np.frombuffer(mapped, np.uint8, last - first, start + first)
+        return values.view(dtype).reshape(header[name]["shape"])
+
+    def release(self, name: str) -> None:
+        """Let the system take back the memory of a tensor's pages that were read by `view`.
+
+        Args:
+            name: name in the file.
+        """
+        mapped, header, start = self._mapped
+        first, last = (start + offset for offset in header[name]["data_offsets"])
+        page = first // mmap.PAGESIZE * mmap.PAGESIZE
+        if hasattr(mapped, "madvise") and last > first:
+            mapped.madvise(mmap.MADV_DONTNEED, page, last - page)
 
 
 class SafetensorsFolder:
@@ -77,16 +127,16 @@ class SafetensorsFolder:
             ModelError: a file is missing or unreadable, or the files contradict each other.
         """
         self.path, self._is_nested = folder, is_nested
-        self._stored: dict[str, tuple[Any, str]] = {}
+        self._stored: dict[str, tuple[Shard, str]] = {}
         places, self._lost = _places(folder, stack)
         if is_present(folder / "adapter_config.json"):
             logger.warning("%s holds an adapter beside the model, which is not applied; merge it (merge_and_unload)", folder)
-        for name, handle in places.items():
+        for name, shard in places.items():
             parameter = name
             if is_nested:
                 found = _NESTED.match(name)
                 parameter = name[found.end() :] if found else name.removeprefix(NESTED_PREFIX)
-                if not found and parameter != HEAD:
+                if not found and not parameter.startswith(_HEAD_MODULE):
                     continue
             if parameter.startswith(_BASE_MODULES):
                 parameter = BASE_PREFIX + parameter
@@ -94,7 +144,7 @@ class SafetensorsFolder:
                 raise ModelError(
                     f"{folder}: tensors {self._stored[parameter][1]!r} and {name!r} stand for the same parameter; drop one"
                 )
-            self._stored[parameter] = handle, name
+            self._stored[parameter] = shard, name
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors."""
@@ -109,8 +159,8 @@ class SafetensorsFolder:
         Raises:
             ModelError: the tensor holds no floating-point numbers.
         """
-        handle, stored_name = self._stored[name]
-        stored = handle.get_slice(stored_name)
+        shard, stored_name = self._stored[name]
+        stored = shard.handle.get_slice(stored_name)
         if stored.get_dtype() not in _DTYPES:
             raise ModelError(f"{self.path}: tensor {stored_name!r} is {stored.get_dtype()}; supported are {', '.join(_DTYPES)}")
         return tuple(stored.get_shape())
@@ -123,8 +173,8 @@ class SafetensorsFolder:
             dtype: dtype of the returned array.
             index: slices of the first axes; only this part is read.
         """
-        handle, stored_name = self._stored[name]
-        stored = handle.get_slice(stored_name)[index] if index else handle.get_tensor(stored_name)
+        shard, stored_name = self._stored[name]
+        stored = shard.handle.get_slice(stored_name)[index] if index else shard.handle.get_tensor(stored_name)
         with np.errstate(over="ignore", invalid="ignore"):
             return np.asarray(stored, dtype=dtype)
 
@@ -134,8 +184,8 @@ class SafetensorsFolder:
         Args:
             name: name of the tensor.
         """
-        handle, stored_name = self._stored[name]
-        return str(handle.get_slice(stored_name).get_dtype())
+        shard, stored_name = self._stored[name]
+        return str(shard.handle.get_slice(stored_name).get_dtype())
 
     def release(self, name: str) -> None:
         """Do nothing: the file's pages stay in memory until it closes.
@@ -178,28 +228,28 @@ def explain_missing(name: str, stored: Iterable[str]) -> str:
     return "; ".join([*hints, *causes[:1]]) or "the checkpoint is incomplete, get it again"
 
 
-def _places(folder: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, str]]:
+def _places(folder: Path, stack: ExitStack) -> tuple[dict[str, Shard], dict[str, str]]:
     """Return the open file of each stored tensor, and the shard of each tensor that the index lists and its shard lacks.
 
     As in transformers, the single file counts before an index. Among shards the index decides where a tensor is read.
     """
     if is_present(folder / SINGLE_FILE):
-        handle = _open(folder / SINGLE_FILE, stack)
-        return dict.fromkeys(handle.keys(), handle), {}
+        single = _open(folder / SINGLE_FILE, stack)
+        return dict.fromkeys(single.handle.keys(), single), {}
     if not is_present(folder / INDEX_FILE):
         raise ModelError(_no_weights(folder))
     listed = _weight_map(folder / INDEX_FILE)
     shards = {shard: _shard(folder, shard, stack) for shard in sorted(set(listed.values()))}
-    places: dict[str, Any] = {}
-    for shard, handle in shards.items():
-        for name in handle.keys():  # noqa: SIM118 - no __iter__
+    places: dict[str, Shard] = {}
+    for shard, opened in shards.items():
+        for name in opened.handle.keys():  # noqa: SIM118 - no __iter__
             if listed.get(name, shard) != shard:
                 continue
             if name in places:
                 raise ModelError(
                     f"{folder}: tensor {name!r} is in several shards and not in {INDEX_FILE}; get the folder again"
                 )
-            places[name] = handle
+            places[name] = opened
     return places, {name: shard for name, shard in listed.items() if name not in places}
 
 
@@ -214,7 +264,7 @@ def _weight_map(index: Path) -> dict[str, str]:
     return {name: str(PurePosixPath(shard)) for name, shard in shards.items()}
 
 
-def _shard(folder: Path, shard: str, stack: ExitStack) -> Any:
+def _shard(folder: Path, shard: str, stack: ExitStack) -> Shard:
     if Path(shard).name != shard:
         raise ModelError(f"{folder / INDEX_FILE}: shard {shard!r} must be the name of a file in the same folder")
     if not is_present(folder / shard):
@@ -222,11 +272,12 @@ def _shard(folder: Path, shard: str, stack: ExitStack) -> Any:
     return _open(folder / shard, stack)
 
 
-def _open(file: Path, stack: ExitStack) -> Any:
+def _open(file: Path, stack: ExitStack) -> Shard:
     try:
-        return stack.enter_context(safe_open(file, framework="np"))
+        handle = stack.enter_context(safe_open(file, framework="np"))
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file}: not a readable safetensors file ({cause_of(file, error)}); get it again") from error
+    return Shard(file, handle)
 
 
 def _no_weights(folder: Path) -> str:

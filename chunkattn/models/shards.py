@@ -166,7 +166,8 @@ class Shards:
             read: reads a part of the tensor.
         """
         if self.mesh is None:
-            return jnp.array(read(()))  # a copy on the device, independent of the file
+            # A copy on the device, independent of the file. The host keeps the tensor until the device has it.
+            return jax.block_until_ready(jnp.array(read(())))  # type: ignore[no-untyped-call]
         sharding = self.sharding(self.partition(name))
         assert sharding is not None
         padded = self._padded(name, shape)

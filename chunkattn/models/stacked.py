@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from chunkattn.errors import ModelError
+from chunkattn.models.quantized_folder import QuantizedFolder
 from chunkattn.models.safetensors_folder import SafetensorsFolder
 from chunkattn.models.spec import EXPERTS, DecoderSpec
 
@@ -125,11 +126,22 @@ class StackedExperts:
     def stored_type(self, name: str) -> str:
         """Return the file's name of a tensor's dtype, such as `BF16`."""
         if name in self._experts:
-            return self._source.stored_type(self._experts[name][0])
+            kinds = {self._source.stored_type(expert) for expert in self._experts[name].values()}
+            return kinds.pop() if len(kinds) == 1 else " and ".join(sorted(kinds))
         return self._source.stored_type(self._parts.get(name, (name,))[0])
+
+    def blocks(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Return the blocks of a part of a quantised matrix, or of one expert's, see `GGUFTensors.blocks`."""
+        assert isinstance(self._source, QuantizedFolder)
+        if name not in self._experts:
+            return self._source.blocks(name, index)
+        which, *part = index
+        return self._source.blocks(self._experts[name][which.start], tuple(part))
 
     def release(self, name: str) -> None:
         """Let go of a tensor's pages, see `SafetensorsFolder.release`."""
+        for stored in self._experts[name].values() if name in self._experts else [self._parts.get(name, (name,))[0]]:
+            self._source.release(stored)
 
     def why_missing(self, name: str) -> str:
         """Return why the folder lacks a tensor, see `SafetensorsFolder.why_missing`."""

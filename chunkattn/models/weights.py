@@ -21,6 +21,7 @@ from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.packing import Packing, load_packed, plan_packing
+from chunkattn.models.quantized_folder import QuantizedFolder, open_folder
 from chunkattn.models.safetensors_folder import BASE_PREFIX, NESTED_PREFIX, SINGLE_FILE, SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
 from chunkattn.models.spec import EMBEDDING, HEAD, TRANSPOSED, DecoderSpec
@@ -62,7 +63,7 @@ def load_weights(
     with ExitStack() as stack:
         if isinstance(source, GGUFFile):
             return fill(spec, split_tensors(GGUFTensors(source, spec), spec), dtype, shards, packing)
-        folder = SafetensorsFolder(source, stack, is_nested=spec.is_nested)
+        folder = open_folder(source, stack, is_nested=spec.is_nested)
         return fill(spec, split_tensors(folder, spec), dtype, shards, packing)
 
 
@@ -121,7 +122,7 @@ def _read_transposed(source: TensorSource, name: str, dtype: jnp.dtype, index: I
 
 def _stored(source: TensorSource, name: str, index: Index) -> np.ndarray:
     """Return stored blocks of a matrix, uint8 `[rows, bytes]`."""
-    assert isinstance(source, (GGUFTensors, SplitTensors))
+    assert not isinstance(source, SafetensorsFolder) or isinstance(source, QuantizedFolder)
     return source.blocks(name, index)
 
 

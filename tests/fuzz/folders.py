@@ -118,7 +118,7 @@ def decoder_keys(keys):
 
 def write(folder, tensors, keys, shards=1):
     """Write a folder; with several shards, tensors go to the shards in turn."""
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     if keys.get("model_type") in NESTED:
         tensors = {f"language_model.{n}" if n.startswith(DECODER) else n: value for n, value in tensors.items()}
     (folder / "config.json").write_text(json.dumps(keys))

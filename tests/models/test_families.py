@@ -170,7 +170,7 @@ def test_multimodal_folders_that_are_refused(copied):
         "'Mistral3ForSequenceClassification' of model_type 'mistral3' is not",
         architectures=["Mistral3ForSequenceClassification"],
     )
-    refused("quantized checkpoints", quantization_config={"quant_method": "fp8"})
+    refused("quant_method 'bitsandbytes' is not supported", quantization_config={"quant_method": "bitsandbytes"})
     refused("text_config: configuration: num_hidden_layers must be a positive", edit_text, num_hidden_layers=0)
     refused("model_type 'gemma4' is not supported; supported are .*Gemma3ForConditionalGeneration", model_type="gemma4")
     (folder / "config.json").write_text(config)

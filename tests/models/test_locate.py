@@ -288,7 +288,7 @@ def test_a_quantised_model_of_mlx(checkpoint, tmp_path):
     folder = shutil.copytree(checkpoint("qwen3"), tmp_path / "mlx")
     config = json.loads((folder / "config.json").read_text()) | {"quantization": {"group_size": 64, "bits": 4}}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match=r"quantized checkpoints \(quantization\) are not supported"):
+    with pytest.raises(ModelError, match=r"quantized checkpoints of MLX \(quantization\) are not supported"):
         open_files(EngineConfig(model=folder, skip_tokenizer_init=True))
 
 

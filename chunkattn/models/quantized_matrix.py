@@ -1,0 +1,288 @@
+"""`Matrix`: a quantised matrix of a Hugging Face folder, decoded when it is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from chunkattn.errors import ModelError
+from chunkattn.models.quantized_formats import (
+    FORMATS,
+    Scheme,
+    bytes_or_halves,
+    exponents,
+    unpack_awq,
+    unpack_fp4,
+    unpack_gptq,
+    unpack_words,
+)
+
+_INTEGERS = ("I32", "I64", "I8", "U8")
+_PIECE = 1 << 18
+"""Values that are decoded at a time, which fit a processor's cache."""
+_MOST_THREADS = 8
+"""Pieces that are decoded at once. NumPy lets go of the GIL."""
+_BLOCK = 32
+"""Values of a block of Q8_0, Q5_0 and Q4_0."""
+
+
+class Matrix:
+    """A quantised matrix, whose values are decoded when they are read.
+
+    Args:
+        scheme: settings of the matrix.
+        tensors: views of its tensors and their types in the file, by the last part of their names.
+        where: folder and module, for errors.
+
+    Attributes:
+        shape: outputs and inputs.
+        scheme: settings of the matrix.
+        packed_format: packed format whose values are exactly those of the matrix; None for none.
+
+    Raises:
+        ModelError: a tensor is missing, of the wrong type or shape, or holds values that no such matrix has.
+    """
+
+    def __init__(self, scheme: Scheme, tensors: Mapping[str, tuple[str, np.ndarray]], where: str) -> None:
+        self.scheme, self._form, self._where = scheme, FORMATS[scheme.format], where
+        form = self._form
+        scales = next((name for name in form.scales if name in tensors), form.scales[0])
+        others = form.zeros if scheme.has_zeros else None, form.order if scheme.needs_order else None
+        for name in (*form.needed, scales, *others):
+            if name is not None and name not in tensors:
+                raise self._fault(f"tensor {name!r} is missing; the checkpoint is incomplete, get it again")
+        self._check_types(tensors, scales)
+        self._codes, stored = tensors[form.codes][1], tensors[scales][1]
+        if self._codes.ndim != 2:
+            raise self._fault(f"{form.codes!r} has shape {[*self._codes.shape]}, but only matrices are quantised")
+        self.shape = self._find_shape(tensors)
+        outputs, inputs = self.shape
+        self._rows, self._columns = scheme.block[0] or outputs, scheme.block[1] or inputs
+        if scheme.format != "FP8" and inputs % self._columns:
+            raise self._fault(f"{inputs} inputs are no multiple of the group of {self._columns}")
+        grid = -(-outputs // self._rows), -(-inputs // self._columns)
+        expected = grid[::-1] if form.is_transposed else grid
+        if stored.shape != expected and not (stored.size == grid[0] * grid[1] == max(grid) and stored.ndim < 2):
+            raise self._fault(f"{scales!r} has shape {[*stored.shape]} instead of {[*expected]}")
+        self._scales = stored.reshape(expected).T if form.is_transposed else stored.reshape(expected)
+        self._factor = self._find_factor(tensors)
+        self._stored_zeros = self._find_zeros(tensors, grid)
+        zeros = self._zeros()
+        if zeros is not None:
+            self._check_zeros(zeros)
+        self._has_zeros = zeros is not None and bool(zeros.any())
+        self._order = self._find_order(tensors, grid[1])
+        whole = self._scale_of(slice(0, outputs))
+        if not np.isfinite(whole).all():
+            raise self._fault(f"{scales!r} holds NaN or infinite scales; the file is damaged, get it again")
+        self.packed_format = self._find_packed(whole, zeros)
+
+    def _fault(self, text: str) -> ModelError:
+        return ModelError(f"{self._where}: {text}")
+
+    def _check_types(self, tensors: Mapping[str, tuple[str, np.ndarray]], scales: str) -> None:
+        form = self._form
+        types: dict[str | None, tuple[str, ...]] = {
+            form.codes: (form.code_type,),
+            scales: form.scale_types,
+            form.zeros: ("I8",) if form.codes == "weight" else ("I32",),
+            form.order: ("I32", "I64"),
+            form.factor: ("F32",),
+            form.divisor: ("F32",),
+            form.shape: _INTEGERS,
+        }
+        if others := tensors.keys() - types.keys():
+            raise self._fault(f"{scales!r} and {min(others)!r} stand for the same scales; drop one")
+        for name, (kind, _) in tensors.items():
+            if kind not in types[name]:
+                raise self._fault(f"{name!r} is {kind} instead of {' or '.join(types[name])}")
+
+    def _find_shape(self, tensors: Mapping[str, tuple[str, np.ndarray]]) -> tuple[int, int]:
+        """Return the outputs and inputs that the codes have, or that the checkpoint states."""
+        form, (first, second) = self._form, self._codes.shape
+        count = 32 // self.scheme.bits
+        if form.unpack is unpack_awq:
+            return second * count, first
+        if form.unpack is unpack_gptq:
+            return second, first * count
+        if form.unpack is unpack_fp4:
+            return first, 2 * second
+        if form.shape is None:
+            return first, second
+        stated = tensors[form.shape][1]
+        if stated.shape != (2,) or stated[0] != first or -(-int(stated[1]) // count) != second:
+            raise self._fault(f"{form.shape!r} is {stated.tolist()}, but {form.codes!r} has shape {[first, second]}")
+        return first, int(stated[1])
+
+    def _find_factor(self, tensors: Mapping[str, tuple[str, np.ndarray]]) -> np.ndarray | None:
+        name = self._form.factor or self._form.divisor
+        if name is None:
+            return None
+        if (value := tensors[name][1]).size != 1:
+            raise self._fault(f"{name!r} has shape {[*value.shape]} instead of one number")
+        if not (np.isfinite(value).all() and value.all()):
+            raise self._fault(f"{name!r} is {value.item()}; the file is damaged, get it again")
+        return value.reshape(1)
+
+    def _find_zeros(self, tensors: Mapping[str, tuple[str, np.ndarray]], grid: tuple[int, int]) -> np.ndarray | None:
+        """Return the stored zero points, in the shape that the format has for a grid of blocks; None for none."""
+        form = self._form
+        if form.zeros is None or form.zeros not in tensors:
+            return None
+        stored, words = tensors[form.zeros][1], -(-grid[0] // (32 // self.scheme.bits))
+        expected = (grid[1], words) if form.is_transposed else grid if form.code_type == "I8" else (words, grid[1])
+        if stored.shape != expected and not (stored.ndim < 2 and stored.size == grid[0] and grid[1] == 1):
+            raise self._fault(f"{form.zeros!r} has shape {[*stored.shape]} instead of {[*expected]}")
+        return stored.reshape(expected)
+
+    def _check_zeros(self, zeros: np.ndarray) -> None:
+        if self.scheme.zero_shift and (zeros == 1 << self.scheme.bits).any():
+            raise self._fault(
+                f"{self._form.zeros!r} holds zero points of {1 << self.scheme.bits}, which packages read in several ways; "
+                "quantise the model with checkpoint_format gptq_v2"
+            )
+        if not self.scheme.has_zeros and zeros.any():
+            raise self._fault(f"{self._form.zeros!r} holds zero points, but quantization_config says that there are none")
+
+    def _zeros(self) -> np.ndarray | None:
+        """Return the zero points, int16 `[blocks of outputs, blocks of inputs]`; None for none."""
+        form, bits, stored = self._form, self.scheme.bits, self._stored_zeros
+        if stored is None:
+            return None
+        outputs, groups = slice(0, -(-self.shape[0] // self._rows)), slice(0, -(-self.shape[1] // self._columns))
+        if form.unpack is unpack_awq:
+            zeros = unpack_awq(stored, bits, outputs, groups)
+        elif form.is_transposed:
+            zeros = bytes_or_halves(stored, bits)[:, outputs].T
+        elif form.code_type == "I8":
+            zeros = stored
+        else:
+            zeros = unpack_words(stored.T, bits, groups, outputs).T
+        return zeros.astype(np.int16) + np.int16(self.scheme.zero_shift)
+
+    def _find_order(self, tensors: Mapping[str, tuple[str, np.ndarray]], groups: int) -> np.ndarray | None:
+        """Return the group of each input; None for groups in order."""
+        if (name := self._form.order) is None or name not in tensors:
+            return None
+        order, inputs = tensors[name][1], self.shape[1]
+        if order.shape != (inputs,):
+            raise self._fault(f"{name!r} has shape {[*order.shape]} instead of {[inputs]}")
+        if np.array_equal(order, np.arange(inputs) // self._columns) or (name == "weight_g_idx" and (order == -1).all()):
+            return None
+        if order.min() < 0 or order.max() >= groups:
+            raise self._fault(f"{name!r} holds groups from {order.min()} to {order.max()}, and there are {groups}")
+        if name == "weight_g_idx" and (not self.scheme.needs_order or (np.bincount(order) != self._columns).any()):
+            raise self._fault(
+                f"{name!r} does not divide the inputs as quantization_config says; the file is damaged, get it again"
+            )
+        return order
+
+    def _find_packed(self, scales: np.ndarray, zeros: np.ndarray | None) -> str | None:
+        """Return the packed format that has the matrix's values exactly."""
+        if self._form.code_type not in ("I8", "I32") or self._order is not None or self.shape[1] % _BLOCK:
+            return None
+        if self._columns % _BLOCK and self._columns != self.shape[1]:
+            return None
+        with np.errstate(over="ignore"):
+            if not np.array_equal(scales.astype(np.float16), scales):
+                return None
+        middle = 1 << (self.scheme.bits - 1) if self._form.is_transposed else 0  # of codes without a sign
+        if (middle == 0) if zeros is None else (zeros == middle).all():
+            return "Q8_0" if self.scheme.bits == 8 else "Q4_0"
+        return "Q5_0" if self.scheme.bits == 4 else None
+
+    def _scale_of(self, rows: slice) -> np.ndarray:
+        """Return the scales of outputs, float32 `[outputs or 1, blocks of inputs]`."""
+        part = self._of_rows(self._scales, rows)
+        scales = exponents(np.ascontiguousarray(part)) if part.dtype == np.uint8 else part.astype(np.float32)
+        with np.errstate(over="ignore", invalid="ignore"):
+            if self._factor is not None:
+                scales = scales / self._factor if self._form.divisor else scales * self._factor
+        return scales
+
+    def _of_rows(self, blocks: np.ndarray, rows: slice) -> np.ndarray:
+        """Return the blocks of outputs, `[outputs or 1, blocks of inputs]`."""
+        if len(blocks) == 1 or self._rows == 1:
+            return blocks[:1] if len(blocks) == 1 else blocks[rows]
+        return blocks[np.arange(rows.start, rows.stop) // self._rows]
+
+    def _paired(self, values: np.ndarray, blocks: np.ndarray, columns: slice) -> tuple[np.ndarray, np.ndarray]:
+        """Return a view of contiguous values, and their blocks in a shape that broadcasts to it."""
+        if self._order is not None:
+            return values, blocks[:, self._order[columns]]
+        if blocks.shape[1] == 1:
+            return values, blocks
+        if columns.start % self._columns or columns.stop % self._columns:
+            return values, blocks[:, np.arange(columns.start, columns.stop) // self._columns]
+        groups = slice(columns.start // self._columns, columns.stop // self._columns)
+        return values.reshape(len(values), groups.stop - groups.start, self._columns), blocks[:, groups, None]
+
+    def _bounds(self, index: tuple[slice, ...]) -> tuple[slice, slice]:
+        """Return the rows and columns of an index."""
+        parts = (part.indices(size) for part, size in zip((*index, slice(None), slice(None)), self.shape, strict=False))
+        rows, columns = (slice(first, max(first, last)) for first, last, _ in parts)
+        return rows, columns
+
+    def _pieces(self, rows: slice, columns: slice) -> list[slice]:
+        step = max(1, _PIECE // max(1, columns.stop - columns.start))
+        step = -(-step // self._rows) * self._rows if self._rows <= step else step
+        return [slice(first, min(first + step, rows.stop)) for first in range(rows.start, rows.stop, step)]
+
+    def read(self, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Return values, decoded in float32 and rounded once, piece by piece.
+
+        Args:
+            dtype: dtype of the returned array.
+            index: rows and columns.
+        """
+        rows, columns = self._bounds(index)
+        out = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+        zeros = self._zeros() if self._has_zeros else None
+
+        def decode(piece: slice) -> None:
+            values = self._differences(piece, columns, zeros, np.dtype(np.float32))
+            view, scales = self._paired(values, self._scale_of(piece), columns)
+            with np.errstate(over="ignore", invalid="ignore"):
+                view *= scales
+                out[piece.start - rows.start : piece.stop - rows.start] = values
+
+        if len(pieces := self._pieces(rows, columns)) == 1:
+            decode(pieces[0])
+            return out
+        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+            for _ in threads.map(decode, pieces):
+                pass
+        return out
+
+    def _differences(self, rows: slice, columns: slice, zeros: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
+        """Return the codes less the zero points `[rows, columns]`, contiguous."""
+        codes = self._form.unpack(self._codes, self.scheme.bits, rows, columns)
+        codes = codes.astype(dtype, order="C", copy=False)  # no format stores this dtype, so the codes are not the file's
+        if zeros is not None:
+            view, spread = self._paired(codes, self._of_rows(zeros, rows), columns)
+            view -= spread
+        return codes
+
+    def blocks(self, index: tuple[slice, ...]) -> np.ndarray:
+        """Return blocks of `packed_format` as a GGUF file has them, uint8 `[rows, bytes]`.
+
+        Args:
+            index: rows and columns, whole blocks.
+        """
+        rows, columns = self._bounds(index)
+        codes = self._differences(rows, columns, self._zeros() if self._has_zeros else None, np.dtype(np.int16))
+        codes = codes.reshape(len(codes), -1, _BLOCK)
+        starts = np.arange(columns.start, columns.stop, _BLOCK) // self._columns
+        scales = np.broadcast_to(self._scale_of(rows)[:, starts].astype(np.float16), codes.shape[:2])
+        scales = np.ascontiguousarray(scales)[..., None].view(np.uint8)
+        if self.packed_format == "Q8_0":
+            return np.concatenate([scales, codes.astype(np.int8).view(np.uint8)], axis=2).reshape(len(codes), -1)
+        codes += 8 if self.packed_format == "Q4_0" else 16
+        low = (codes & 15).astype(np.uint8)
+        parts = [scales, low[..., : _BLOCK // 2] | low[..., _BLOCK // 2 :] << 4]
+        if self.packed_format == "Q5_0":
+            parts.insert(1, np.packbits((codes >> 4).astype(np.uint8), axis=2, bitorder="little"))
+        return np.concatenate(parts, axis=2).reshape(len(codes), -1)
