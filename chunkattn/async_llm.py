@@ -12,7 +12,7 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
-from chunkattn.calls.decide import DecideOptions, decide_call
+from chunkattn.calls.decide import DecideOptions, decide_call, method_job
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, OutputBuilder, generate_job
 from chunkattn.calls.job import Ask, Flow, Job, LookUp, Returned, advance
@@ -165,6 +165,19 @@ class AsyncLLM:
         if self.client.limits is None:
             raise EngineDeadError("the engine has not been started")
         return self.client.limits
+
+    @property
+    def decide_method(self) -> str | None:
+        """Return the method of decisions by default; None before the model has been asked (see `find_decide_method`)."""
+        return None if self._frontend is None else self._frontend.decide_method
+
+    async def find_decide_method(self) -> str:
+        """Return the method of decisions by default, and ask the model if no earlier start has.
+
+        Raises:
+            ChunkAttnError: as `run`.
+        """
+        return await self.run(partial(method_job, self.frontend))
 
     @property
     def threads(self) -> FairThreads:

@@ -26,6 +26,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "weights": ("auto", "packed", "dequantized"),
     "activations": ("int16", "int8"),
     "quantization": (None, "int8"),
+    "decide_method": ("auto", "letters", "likelihood", "separate"),
     "kv_cache_dtype": KV_CACHE_DTYPES,
 }
 """Values of the options that have few."""
@@ -101,6 +102,8 @@ class EngineConfig:
         max_chunk_len: limit on the tokens of one chunk.
         max_chunks_per_prompt: limit on the chunks of one prompt, including empty chunks.
         score_algorithm: default algorithm of scoring requests; `"auto"` takes the algorithm predicted to be cheapest.
+        decide_method: default method of decisions: `"letters"`, `"likelihood"` or `"separate"`; `"auto"` asks the model
+            built-in questions once, at a server's start or before the first decision, and keeps the verdict for later starts.
         max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of
             one precompute call.
         max_tokens_per_call: limit on the tokens that the engine computes for one call. Generation counts the prompts and
@@ -169,6 +172,7 @@ class EngineConfig:
     max_chunk_len: int = 8192
     max_chunks_per_prompt: int = 4096
     score_algorithm: str = "auto"
+    decide_method: str = "auto"
     max_items_per_request: int = 10_000
     max_tokens_per_call: int = 1 << 26
     max_num_seqs: int = 64

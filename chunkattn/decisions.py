@@ -155,7 +155,7 @@ class DecisionOutput:
     Attributes:
         answers: one answer per question, in order.
         usage: token counts; the state counts once.
-        method: method that the call asked for. An answer names its own.
+        method: method that was taken, never `auto`. An answer names its own.
     """
 
     answers: list[Answer]

@@ -11,7 +11,9 @@ import numpy as np
 
 from chunkattn.calibration import LabelScale
 from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
+from chunkattn.calls.decide_method import MethodFirst, MethodJob
 from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
+from chunkattn.calls.decide_verdict import AUTO
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
 from chunkattn.calls.score import ScoreJob
@@ -35,7 +37,9 @@ class DecideOptions(TypedDict, total=False):
             and every question see all of them. Documents in the cache behind the same beginning of the chat template (see
             `LLM.chat`) are not computed again, in any order; None or an empty list for none.
         system: content of a system message before the documents or the state; None for no such message.
-        method: `"letters"` lists the options under letters, or levels under numbers, and reads the letters' probabilities. A
+        method: `"auto"` is `"letters"` or `"likelihood"`, whichever answers the built-in questions better (see
+            `EngineConfig.decide_method`).
+            `"letters"` lists the options under letters, or levels under numbers, and reads the letters' probabilities. A
             question with more options than there are letters is asked by `"likelihood"`.
             `"likelihood"` reads the probability of each option's own text as the answer; descriptions are not read.
             `"separate"` asks for each option alone whether it is right, and normalises the odds. All ask a predicate by yes or
@@ -65,7 +69,7 @@ def decide_call(
     *,
     documents: Sequence[str | Sequence[int]] | None = None,
     system: str | None = None,
-    method: str = "letters",
+    method: str = AUTO,
     calibrate: bool | Literal["fitted"] = False,
     cache_salt: str | None = None,
     priority: int = 0,
@@ -80,11 +84,38 @@ def decide_call(
             a list of states the message names the state.
         CapacityError: the state or a question is too long, or the call would compute more than `max_tokens_per_call`.
     """
-    limits = frontend.limits
+    options = DecideOptions(
+        documents=documents,
+        system=system,
+        calibrate=calibrate,
+        cache_salt=cache_salt,
+        priority=priority,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    by = partial(_decide_by, frontend, state, questions, options)
+    if method == AUTO and frontend.decide_method is None:
+        return MethodFirst(method_job(frontend), by)
+    return by(frontend.decide_method if method == AUTO else method)
+
+
+def method_job(frontend: Frontend) -> MethodJob:
+    """Return the job that finds the method of decisions by default.
+
+    Args:
+        frontend: frontend of the engine.
+    """
+    return MethodJob(frontend, lambda probe, method: decide_call(frontend, probe.state, probe.questions, method=method))
+
+
+def _decide_by(
+    frontend: Frontend, state: State | States, questions: Sequence[Question], options: DecideOptions, method: str
+) -> Job[Any]:
+    """Return the call by a method; see `decide_call`."""
+    limits, calibrate, system, cache_salt = frontend.limits, options["calibrate"], options["system"], options["cache_salt"]
     if limits.num_labels is not None:
         raise RequestError("this checkpoint is a sequence classifier and answers no questions; score it", param="questions")
     if method not in METHODS:
-        raise RequestError(f"method must be one of {', '.join(METHODS)}, got {shown(method)}", param="method")
+        raise RequestError(f"method must be one of {', '.join((AUTO, *METHODS))}, got {shown(method)}", param="method")
     if not isinstance(calibrate, bool) and calibrate != FITTED:
         raise RequestError(f"calibrate must be True, False or {FITTED!r}, got {shown(calibrate)}", param="calibrate")
     scales = frontend.label_scales if calibrate == FITTED else {}
@@ -98,13 +129,13 @@ def decide_call(
     if not listed:
         raise RequestError("questions are empty", param="questions")
     limits.check_count(len(listed), "questions", "questions")
-    chunks = [] if documents is None else read_documents(frontend, documents)
-    labels = frontend.answer_labels(system, chat_template_kwargs)
+    chunks = [] if options["documents"] is None else read_documents(frontend, options["documents"])
+    labels = frontend.answer_labels(system, options["chat_template_kwargs"])
     template = labels.template
     parts = [f"question {number}" for number in range(len(listed))]
     asked = [ask(question, method, labels, part) for question, part in zip(listed, parts, strict=True)]
     _check_names(asked)
-    (rank,) = check_priorities(priority, 1)
+    (rank,) = check_priorities(options["priority"], 1)
     items = QuestionItems(frontend, template, asked, parts, chunks, cache_salt=cache_salt, priority=rank)
     finish = partial(_decisions, asked, method, scales)
     divided = [calibrate is True or (calibrate == FITTED and question.kind == "likelihood") for question in asked]

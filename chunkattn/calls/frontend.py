@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import count
 from numbers import Integral
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from chunkattn.calibration import label_scales_of
 from chunkattn.calls.algorithms import check_algorithm
 from chunkattn.calls.decide_questions import AnswerLabels
+from chunkattn.calls.decide_verdict import AUTO
 from chunkattn.calls.detokenizer import token_decoder
 from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
@@ -21,7 +22,7 @@ from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, RequestError, shown
 from chunkattn.focus import FocusLike
-from chunkattn.models.loader import ModelFiles
+from chunkattn.models.loader import ModelFiles, sample
 from chunkattn.parsers import ParsedPrompt, PromptParser
 from chunkattn.parsers.arguments import chat_options, list_chats, one_each
 from chunkattn.parsers.chat_template import own_template
@@ -49,6 +50,8 @@ class Frontend:
         scores: what scoring calls leave for later ones.
         gap: positions left free between the prefix and every chunk.
         label_scales: calibration of labels by kind, from the calibration file; empty if there is none.
+        decide_method: method of decisions by default; None for `auto` before the model has been asked.
+        sample: function that returns bytes which differ between most checkpoints of one shape.
         limits: limits of the engine; set by `connect`.
     """
 
@@ -62,6 +65,8 @@ class Frontend:
         self.decode = token_decoder(self.tokenizer)
         self._ids, self._labels = count(), OrderedDict[str, AnswerLabels]()
         check_algorithm(config.score_algorithm)
+        self.decide_method = None if config.decide_method == AUTO else config.decide_method
+        self.sample = partial(sample, files.path)
         self.label_scales = label_scales_of(config.model, config.chunk_calibration, config.revision)
         self.scores = ScoreMemory(config.enable_prefix_caching)
         if config.rerank_template is not None:

@@ -22,12 +22,12 @@ from chunkattn.engine.host_calls import Tell
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.self_check import checked
-from chunkattn.engine.verdicts import user_cache
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.packing import Packing, forms_of
 from chunkattn.models.shards import ONE_DEVICE, Shards, indivisible, one_of
 from chunkattn.models.spec import DecoderSpec
+from chunkattn.user_cache import compile_cache
 
 logger = logging.getLogger(__name__)
 
@@ -201,9 +201,8 @@ def enable_compile_cache() -> None:
 
     Options set by `JAX_COMPILATION_CACHE_DIR` and JAX's other environment variables or by `jax.config` take precedence.
     """
-    folder = user_cache() / "jax"
     options = {
-        "jax_compilation_cache_dir": (None, str(folder)),
+        "jax_compilation_cache_dir": (None, str(compile_cache())),
         "jax_persistent_cache_min_compile_time_secs": (_JAX_SHORTEST_COMPILE_S, 0.0),
     }
     for name, (default, value) in options.items():

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PIECES, _PIECE_BYTES = 256, 4096
-"""Number and size of the pieces of a file that `ModelFiles.sample` reads."""
+"""Number and size of the pieces of a file that `sample` reads."""
 CHECKPOINT_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -81,17 +81,22 @@ class ModelFiles:
 
         return load_weights(self.spec, self.gguf or self.path, self.dtype, shards, packing)
 
-    def sample(self) -> bytes:
-        """Return 16 bytes that differ between most checkpoints of one shape: a hash of pieces of the weights' files."""
-        digest = xxhash.xxh3_128()
-        for file in [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors")):
-            size = file.stat().st_size
-            digest.update(f"{size}".encode())
-            with file.open("rb") as opened:
-                for number in range(_PIECES):
-                    opened.seek(size * number // _PIECES)
-                    digest.update(opened.read(_PIECE_BYTES))
-        return digest.digest()
+
+def sample(path: Path) -> bytes:
+    """Return 16 bytes that differ between most checkpoints of one shape: a hash of pieces of the weights' files.
+
+    Args:
+        path: local folder of the checkpoint, or its GGUF file.
+    """
+    digest = xxhash.xxh3_128()
+    for file in [path] if path.is_file() else sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        digest.update(f"{size}".encode())
+        with file.open("rb") as opened:
+            for number in range(_PIECES):
+                opened.seek(size * number // _PIECES)
+                digest.update(opened.read(_PIECE_BYTES))
+    return digest.digest()
 
 
 def open_files(options: EngineConfig) -> ModelFiles:

@@ -23,7 +23,7 @@ class DecideBody(Body):
 
     system: str | None = None
     """Content of a system message before the state."""
-    method: Literal["letters", "likelihood", "separate"] = "letters"
+    method: Literal["auto", "letters", "likelihood", "separate"] = "auto"
     """Method by which options become prompts."""
     calibrate: bool | Literal["fitted"] = False
     """Divide the probability of each label by its probability behind the state "N/A"; or use a fit."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -11,6 +12,7 @@ import msgspec
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.host_calls import HostCall
+from chunkattn.models.loader import sample
 from chunkattn.remote.frames import Frames, to_plain
 from chunkattn.remote.messages import Checkpoint, Failed
 
@@ -95,7 +97,7 @@ def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         **options,
         "shape of the model": msgspec.json.encode(model).decode(),
         "dtype of the model": checkpoint.dtype,
-        "weights of the model": checkpoint.files().sample().hex(),
+        "weights of the model": sample(Path(checkpoint.path)).hex(),
     }
 
 
