@@ -26,7 +26,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "weights": ("auto", "packed", "dequantized"),
     "activations": ("int16", "int8"),
     "quantization": (None, "int8"),
-    "decide_method": ("auto", "letters", "likelihood", "separate"),
+    "decide_method": ("auto", "letters", "likelihood", "separate", "head"),
     "kv_cache_dtype": KV_CACHE_DTYPES,
 }
 """Values of the options that have few."""

@@ -10,10 +10,11 @@ from typing import Any, Literal, TypedDict
 import numpy as np
 
 from chunkattn.calibration import LabelScale
+from chunkattn.calls.decide_head import head_call
 from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
 from chunkattn.calls.decide_method import MethodFirst, MethodJob
 from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
-from chunkattn.calls.decide_verdict import AUTO
+from chunkattn.calls.decide_verdict import AUTO, HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
 from chunkattn.calls.score import ScoreJob
@@ -37,11 +38,12 @@ class DecideOptions(TypedDict, total=False):
             and every question see all of them. Documents in the cache behind the same beginning of the chat template (see
             `LLM.chat`) are not computed again, in any order; None or an empty list for none.
         system: content of a system message before the documents or the state; None for no such message.
-        method: `"auto"` is `"letters"` or `"likelihood"`, whichever answers the built-in questions better (see
-            `EngineConfig.decide_method`).
+        method: `"auto"` is `"head"` for a decision model. For others it is `"letters"` or `"likelihood"`, whichever answers the
+            built-in questions better (see `EngineConfig.decide_method`).
             `"letters"` lists the options under letters, or levels under numbers, and reads the letters' probabilities. A
             question with more options than there are letters is asked by `"likelihood"`.
             `"likelihood"` reads the probability of each option's own text as the answer; descriptions are not read.
+            `"head"` asks by the prompt and the head of a decision model, options in the caller's order.
             `"separate"` asks for each option alone whether it is right, and normalises the odds. All ask a predicate by yes or
             no.
         calibrate: divide the probability of each label by its probability behind the state "N/A", without documents, before
@@ -93,9 +95,8 @@ def decide_call(
         chat_template_kwargs=chat_template_kwargs,
     )
     by = partial(_decide_by, frontend, state, questions, options)
-    if method == AUTO and frontend.decide_method is None:
-        return MethodFirst(method_job(frontend), by)
-    return by(frontend.decide_method if method == AUTO else method)
+    known = frontend.decide_method if method == AUTO else method
+    return MethodFirst(method_job(frontend), by) if known is None else by(known)
 
 
 def method_job(frontend: Frontend) -> MethodJob:
@@ -111,11 +112,14 @@ def _decide_by(
     frontend: Frontend, state: State | States, questions: Sequence[Question], options: DecideOptions, method: str
 ) -> Job[Any]:
     """Return the call by a method; see `decide_call`."""
+    if method == HEAD:
+        return head_call(frontend, state, questions, options)
+    frontend.check_language_head("method")
     limits, calibrate, system, cache_salt = frontend.limits, options["calibrate"], options["system"], options["cache_salt"]
     if limits.num_labels is not None:
         raise RequestError("this checkpoint is a sequence classifier and answers no questions; score it", param="questions")
     if method not in METHODS:
-        raise RequestError(f"method must be one of {', '.join((AUTO, *METHODS))}, got {shown(method)}", param="method")
+        raise RequestError(f"method must be one of {', '.join((AUTO, *METHODS, HEAD))}, got {shown(method)}", param="method")
     if not isinstance(calibrate, bool) and calibrate != FITTED:
         raise RequestError(f"calibrate must be True, False or {FITTED!r}, got {shown(calibrate)}", param="calibrate")
     scales = frontend.label_scales if calibrate == FITTED else {}

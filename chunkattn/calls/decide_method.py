@@ -76,7 +76,7 @@ class MethodJob:
                     right[method] += answer.method == method and answer.choice == expected
                     masses += [answer.label_mass if answer.method == method else 0.0] * (method == "letters")
             self.done += 1
-        return MethodVerdict(*right.values(), float(np.mean(masses)), len(masses))
+        return MethodVerdict(right["letters"], right["likelihood"], float(np.mean(masses)), len(masses))
 
     def _key(self) -> dict[str, Any]:
         """Return all that the verdict depends on: weights, options, and the tokens of all prompts.
@@ -87,14 +87,14 @@ class MethodJob:
         frontend, digest = self._frontend, xxhash.xxh3_128()
         labels = frontend.answer_labels(None, None)
         for probe in PROBES:
-            digest.update(np.asarray(labels.template.prefix(probe.state), np.int32))
+            digest.update(np.asarray(labels.template.prefix(probe.state), np.int32).tobytes())
             for method in _ASKED:
                 for question in probe.questions:
                     asked = ask(question, method, labels, "question")
                     ids = [labels.template.item(pieces, "question") for pieces in asked.items]
                     ids += [list(asked.label_ids), *(labels.template.answer(text, "question") for text in asked.texts)]
                     for part in ids:
-                        digest.update(np.asarray([len(part), *part], np.int32))
+                        digest.update(np.asarray([len(part), *part], np.int32).tobytes())
         options = {name: getattr(frontend.config, name) for name in _OPTIONS}
         return {"weights": frontend.sample().hex(), "prompts": digest.hexdigest(), "options": options}
 

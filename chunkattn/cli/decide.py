@@ -19,7 +19,7 @@ from chunkattn.calls.decide_table import csv_line, table_header, table_row
 from chunkattn.config import EngineConfig
 from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, Question
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.parsers.states import read_state
+from chunkattn.parsers.states import OneState, read_state
 from chunkattn.terminal.commands import (
     Documents,
     Model,
@@ -251,13 +251,17 @@ def _named(questions: Path, source: str = "", window: Sequence[StateLine] = ()) 
         raise
 
 
-def _one_state(text: str | None, file: Path | None) -> str:
-    """Return the text of one state, from the command line, standard input or a file."""
+def _one_state(text: str | None, file: Path | None) -> OneState:
+    """Return one state, from the command line, standard input or a file."""
     if file is None:
-        return sys.stdin.read().removesuffix("\n") if text == "-" else text or ""
+        return OneState(sys.stdin.read().removesuffix("\n") if text == "-" else text or "")
     try:
         content = file.read_text(encoding="utf-8")
-        return read_state(json.loads(content), str(file)) if file.suffix == ".json" else content
+        if file.suffix != ".json":
+            return OneState(content)
+        state = OneState(json.loads(content))
+        read_state(state, str(file))
+        return state
     except RecursionError:
         raise RequestError(f"{file} cannot be read: it nests too deep") from None
     except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ from chunkattn.engine.host_calls import (
     Forward,
     HostCall,
     ReadClasses,
+    ReadHidden,
     ReadLabels,
     ReadSample,
     ReadTokens,
@@ -74,6 +75,8 @@ class Follower:
                 (runner.label_logits if raw else runner.label_logprobs)(self._hidden, rows, labels)
             case ReadClasses(rows):
                 runner.class_logits(self._hidden, rows)
+            case ReadHidden(rows):
+                runner.hidden_states(self._hidden, rows)
             case ReadTokens(rows, targets):
                 runner.token_logprobs(self._hidden, rows, targets)
             case WarmPicks():

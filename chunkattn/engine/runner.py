@@ -18,6 +18,7 @@ from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.host_calls import (
     Forward,
     ReadClasses,
+    ReadHidden,
     ReadLabels,
     ReadSample,
     ReadTokens,
@@ -322,6 +323,21 @@ class Runner:
             self.tell(ReadClasses(tuple(rows)))
         logits = np.concatenate([values for _, values in self._by_block(self._classify, hidden, rows, self._read_sizes)])
         return [*logits], np.isfinite(logits).all(-1)
+
+    def hidden_states(self, hidden: jax.Array, rows: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return the hidden states of rows, one float32 `[hidden]` per row, for a head that the caller has.
+
+        Args:
+            hidden: float32 `[T, hidden]` hidden states of the step.
+            rows: rows to read.
+        """
+        if self.tell:
+            self.tell(ReadHidden(tuple(rows)))
+        states, most = list[np.ndarray](), self._read_sizes[-1]
+        for first in range(0, len(rows), most):
+            block = rows[first : first + most]
+            states += [*self._fetch(self._pick(hidden, block, self._read_sizes))[: len(block)]]
+        return states, np.asarray([np.isfinite(state).all() for state in states], bool)
 
     def token_logprobs(
         self, hidden: jax.Array, rows: Sequence[int], targets: Sequence[int]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ import xxhash
 
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
+from chunkattn.models.decision_files import DecisionModel, read_decision
 from chunkattn.models.families import FAMILIES, NESTED, language_part, spec_from_config, unsupported
 from chunkattn.models.foreign_files import explain_folder
 from chunkattn.models.fused import split_tensors
@@ -23,8 +25,9 @@ from chunkattn.models.gguf_spec import GGUFTensors, config_from_gguf, spec_from_
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.locate import DEMO_FOLDER, resolve_path
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
+from chunkattn.models.safetensors_folder import SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import DecoderSpec
+from chunkattn.models.spec import HEAD, DecoderSpec
 from chunkattn.models.tokenizer import check_rows, load_tokenizer
 from chunkattn.parsers.chat_template import own_template
 
@@ -55,6 +58,8 @@ class ModelFiles:
         gguf: opened GGUF file, or None for a folder.
         reranker: rerank template and class names of the checkpoint.
         sampling: the model's defaults of `SamplingParams`, by name.
+        decision: head and prompt of a decision model; None for another model.
+        has_language_head: whether the logits of the vocabulary have a meaning.
     """
 
     path: Path
@@ -65,6 +70,8 @@ class ModelFiles:
     gguf: GGUFFile | None = None
     reranker: RerankerTraits = field(default_factory=RerankerTraits)
     sampling: dict[str, Any] = field(default_factory=dict)
+    decision: DecisionModel | None = None
+    has_language_head: bool = True
 
     def load(self, shards: Shards = ONE_DEVICE, packing: Packing | None = None) -> Decoder:
         """Return the decoder with its weights.
@@ -131,6 +138,10 @@ def open_files(options: EngineConfig) -> ModelFiles:
         reranker = traits_of_folder(path, options.model, config, spec, loaded)
     generation_file, generation = read_generation_config(options.generation_config, path)
     generates = spec.num_labels is None
+    decision = None if file is not None else read_decision(path, spec.hidden_size, config.model_type)
+    has_head = decision is None or decision.head is None or spec.tie_embeddings or _has_head(path)
+    if not has_head:
+        spec = replace(spec, tie_embeddings=True)  # nobody reads the logits
     return ModelFiles(
         path=path,
         spec=spec,
@@ -140,7 +151,15 @@ def open_files(options: EngineConfig) -> ModelFiles:
         gguf=file,
         reranker=reranker,
         sampling=sampling_defaults(options.generation_config, generation_file, generation, file) if generates else {},
+        decision=decision,
+        has_language_head=has_head,
     )
+
+
+def _has_head(folder: Path) -> bool:
+    """Return whether a folder has the head of a language model."""
+    with ExitStack() as stack:
+        return HEAD in SafetensorsFolder(folder, stack).names()
 
 
 def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str, str]]:

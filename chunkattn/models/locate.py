@@ -21,7 +21,7 @@ DEMO_FOLDER = Path(__file__).parent / "demo"
 """Folder of the bundled demo model, in Hugging Face's format."""
 # The model card tells what a reranker was tuned from. "model*" skips "consolidated.safetensors" and the like, which are second
 # copies of the weights.
-CHECKPOINT_FILES = ("model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "README.md")
+CHECKPOINT_FILES = ("model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "README.md", "head.*", "readout.safetensors")
 """Patterns of the files of a checkpoint on the hub."""
 
 

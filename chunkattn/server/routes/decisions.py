@@ -54,9 +54,9 @@ async def _answer(body: DecideBody, state: ServerState, caller: Caller) -> Respo
     stored = state.named_documents(named_documents(body.documents), caller, body.salt)
     options = body.options(salt, {number: document.chunk for number, document in stored.items()})
     try:
-        text, questions = await state.llm.threads.run(body.call)
+        asked_of, questions = await state.llm.threads.run(body.call)
         if questions:  # a question with one possible answer is not asked
-            output = await state.llm.decide(text, questions, timeout=timeout, **options)
+            output = await state.llm.decide(asked_of, questions, timeout=timeout, **options)
     except RequestError as error:
         raise body.own_error(error) from None
 
