@@ -42,6 +42,7 @@ class DecisionModel:
         temperature: divisor of the scores by kind of question; a kind that is not there has 1.
         noul_options: order of the options of a noul.
         sanitizes: whether the user's texts never become control tokens.
+        adapter: folder of the adapter that belongs to the head; None for none.
     """
 
     head: LinearHead | PointerHead | None
@@ -52,6 +53,7 @@ class DecisionModel:
     temperature: Mapping[str, float] = field(default_factory=dict)
     noul_options: tuple[str, str] = ("true", "false")
     sanitizes: bool = True
+    adapter: Path | None = None
 
 
 def read_decision(folder: Path, hidden: int, kind: str) -> DecisionModel | None:
@@ -86,6 +88,7 @@ def read_decision(folder: Path, hidden: int, kind: str) -> DecisionModel | None:
             temperature=settings.temperature or temperature,
             noul_options=settings.noul_options or ("false", "true"),
             sanitizes=settings.sanitizes,
+            adapter=settings.adapter,
         )
     if not template and not is_present(folder / _SETTINGS):
         names = ", ".join(name for name in DECISION_FILES if is_present(folder / name))
@@ -99,6 +102,7 @@ def read_decision(folder: Path, hidden: int, kind: str) -> DecisionModel | None:
         settings.temperature,
         settings.noul_options or ("true", "false"),
         settings.sanitizes,
+        settings.adapter,
     )
 
 
@@ -123,6 +127,7 @@ class _Settings:
             raise ModelError(f'{file}: noul_options must order "true" and "false", got {options!r}')
         self.noul_options: tuple[str, str] | None = None if options is None else (options[0], options[1])
         self.sanitizes = fields.get("sanitize_control_tokens", True) is not False
+        self.adapter = _adapter(file, "adapter", fields.get("adapter"))
 
 
 def _read_codes(folder: Path, fields: Mapping[str, Any], hidden: int) -> DecisionModel:
@@ -182,7 +187,26 @@ def _read_judge(folder: Path, hidden: int, kind: str) -> DecisionModel:
         labels={kind: names[start:end] for kind, (start, end) in ranges.items()},
         temperature=temperatures(read_object(folder / _CALIBRATION).get("per_kind"), f"{folder / _CALIBRATION}: per_kind"),
         noul_options=("false", "true"),
+        adapter=_adapter(file, "adapter_subfolder", fields.get("adapter_subfolder", "adapter")),
     )
+
+
+def _adapter(file: Path, key: str, name: Any) -> Path | None:
+    """Return the folder of the adapter that a setting names.
+
+    Args:
+        file: file of the setting.
+        key: name of the setting.
+        name: folder beside the file; None for no adapter.
+
+    Raises:
+        ModelError: the name is no folder beside the file.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str) or Path(name).name != name or not (folder := file.parent / name).is_dir():
+        raise ModelError(f"{file}: {key} {name!r} must name a folder beside the file; get the folder again")
+    return folder
 
 
 def _read_pointer(folder: Path, hidden: int) -> tuple[PointerHead, dict[str, float]] | None:

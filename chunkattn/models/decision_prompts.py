@@ -67,7 +67,10 @@ def decider(name: str) -> Write:
     system, closing, empty = DECIDERS[name]
 
     def write(state: Any, asked: AskedOptions) -> str:
-        lines = [f"State:\n{text_of(state) or empty}\n\nQuestion:\n{asked.instructions}\n\nOptions:"]
+        shown = _typed_text(state)
+        lines = [
+            f"State:\n{(text_of(state) or empty) if shown is None else shown}\n\nQuestion:\n{asked.instructions}\n\nOptions:"
+        ]
         for label, option, description in zip(asked.labels, asked.options, asked.descriptions, strict=True):
             match asked.type:
                 case "choice":
@@ -124,6 +127,15 @@ def generic(state: Any, asked: AskedOptions) -> str:
 def text_of(state: Any) -> str:
     """Return a state as text, JSON as templates write it."""
     return state if isinstance(state, str) else json.dumps(state, ensure_ascii=False)
+
+
+def _typed_text(state: Any) -> str | None:
+    """Return the texts of a list of typed parts, joined; None for another state."""
+    if not isinstance(state, (list, tuple)) or not state:
+        return None
+    if not all(isinstance(part, dict) and "type" in part for part in state):
+        return None
+    return "".join(str(part.get("text", "")) for part in state if part["type"] == "text")
 
 
 def _parts(state: Any) -> str:
