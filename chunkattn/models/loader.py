@@ -14,6 +14,7 @@ import xxhash
 
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
+from chunkattn.models.adapters import adapter_folder, read_adapter
 from chunkattn.models.families import FAMILIES, NESTED, language_part, spec_from_config, unsupported
 from chunkattn.models.foreign_files import explain_folder
 from chunkattn.models.fused import split_tensors
@@ -55,6 +56,7 @@ class ModelFiles:
         gguf: opened GGUF file, or None for a folder.
         reranker: rerank template and class names of the checkpoint.
         sampling: the model's defaults of `SamplingParams`, by name.
+        adapter: folder of an adapter that is merged into the weights; None for none.
     """
 
     path: Path
@@ -65,6 +67,7 @@ class ModelFiles:
     gguf: GGUFFile | None = None
     reranker: RerankerTraits = field(default_factory=RerankerTraits)
     sampling: dict[str, Any] = field(default_factory=dict)
+    adapter: Path | None = None
 
     def load(self, shards: Shards = ONE_DEVICE, packing: Packing | None = None) -> Decoder:
         """Return the decoder with its weights.
@@ -79,7 +82,8 @@ class ModelFiles:
         """
         from chunkattn.models.weights import load_weights  # imports kernels, which a server's process does not need
 
-        return load_weights(self.spec, self.gguf or self.path, self.dtype, shards, packing)
+        adapter = None if self.adapter is None else read_adapter(self.adapter, self.spec)
+        return load_weights(self.spec, self.gguf or self.path, self.dtype, shards, packing, adapter)
 
     def sample(self) -> bytes:
         """Return 16 bytes that differ between most checkpoints of one shape: a hash of pieces of the weights' files."""
@@ -91,6 +95,8 @@ class ModelFiles:
                 for number in range(_PIECES):
                     opened.seek(size * number // _PIECES)
                     digest.update(opened.read(_PIECE_BYTES))
+        if self.adapter is not None:
+            digest.update(read_adapter(self.adapter, self.spec).digest.encode())
         return digest.digest()
 
 
@@ -124,6 +130,9 @@ def open_files(options: EngineConfig) -> ModelFiles:
         reranker = traits_of_gguf(file, config, spec, template)
     else:
         reranker = traits_of_folder(path, options.model, config, spec, loaded)
+    adapter = None if options.adapter is None else adapter_folder(options.adapter)
+    if adapter is not None:
+        read_adapter(adapter, spec)
     generation_file, generation = read_generation_config(options.generation_config, path)
     generates = spec.num_labels is None
     return ModelFiles(
@@ -135,6 +144,7 @@ def open_files(options: EngineConfig) -> ModelFiles:
         gguf=file,
         reranker=reranker,
         sampling=sampling_defaults(options.generation_config, generation_file, generation, file) if generates else {},
+        adapter=adapter,
     )
 
 
