@@ -62,6 +62,8 @@ class EngineConfig:
         activations: integers that the rows become in products with packed weights: `"int16"`, or `"int8"`, which is faster for
             many rows and less exact.
         quantization: `"int8"` rounds the matrices of an unquantised checkpoint to packed blocks of 8 bits at the load, on CPUs.
+        adapter: folder or hub id of a LoRA adapter that PEFT saved; the load adds its products to the weights in float32,
+            and rounds the sums once. The matrices that it touches are not read as packed blocks.
         attention_backend: name of a registered attention backend: `"cpu"`, `"pallas_gpu"`, `"pallas_tpu"`, `"xla"`,
             `"reference"` or another one; `"auto"` chooses by platform, and compares a kernel for GPUs or TPUs with `xla` first.
         max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
@@ -147,6 +149,7 @@ class EngineConfig:
     weights: str = "auto"
     activations: str = "int16"
     quantization: str | None = None
+    adapter: str | None = None
     attention_backend: str = "auto"
     max_logprobs: int = 20
     seed: int = 0
@@ -194,7 +197,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         take_paths(self)
-        for name in ("model", "tokenizer", "kv_store", "generation_config", "group_secret_file"):
+        for name in ("model", "tokenizer", "adapter", "kv_store", "generation_config", "group_secret_file"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
         for option in options_of(type(self)).values():

@@ -6,7 +6,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import count
 from numbers import Integral
 from typing import Any
@@ -23,7 +23,7 @@ from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, RequestError, shown
 from chunkattn.focus import FocusLike
-from chunkattn.models.loader import ModelFiles, sample
+from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ParsedPrompt, PromptParser
 from chunkattn.parsers.arguments import chat_options, list_chats, one_each
 from chunkattn.parsers.chat_template import own_template
@@ -71,7 +71,7 @@ class Frontend:
         self.decide_method = by_default if config.decide_method == AUTO else config.decide_method
         if self.head_prompts is None and self.decide_method == HEAD:
             raise ConfigError("decide_method is 'head', and this model has no head for decisions")
-        self.sample = partial(sample, files.path)
+        self.sample = replace(files, tokenizer=None, gguf=None).sample
         self.label_scales = label_scales_of(config.model, config.chunk_calibration, config.revision)
         self.scores = ScoreMemory(config.enable_prefix_caching)
         if config.rerank_template is not None:

@@ -46,7 +46,7 @@ _STATES = 64
 _FORMATS = ("jsonl", "csv")
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
 _ENGINE = (
-    "tokenizer chat_template chunk_calibration dtype weights activations quantization kv_cache_dtype "
+    "tokenizer chat_template chunk_calibration dtype weights activations quantization adapter kv_cache_dtype "
     "attention_backend tensor_parallel_size kv_cache_memory_bytes max_model_len kv_store"
 )
 

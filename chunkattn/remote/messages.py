@@ -25,15 +25,18 @@ class Checkpoint:
     path: str
     spec: DecoderSpec
     dtype: str
+    adapter: str | None = None
 
     @staticmethod
     def of(files: ModelFiles) -> Checkpoint:
         """Return the checkpoint of opened files."""
-        return Checkpoint(str(files.path), files.spec, files.dtype.name)
+        adapter = None if files.adapter is None else str(files.adapter)
+        return Checkpoint(str(files.path), files.spec, files.dtype.name, adapter)
 
     def files(self) -> ModelFiles:
         """Return the opened files, without the tokenizer and the other parts that only front ends need."""
-        return ModelFiles(Path(self.path), self.spec, jnp.dtype(self.dtype), None, ())
+        adapter = None if self.adapter is None else Path(self.adapter)
+        return ModelFiles(Path(self.path), self.spec, jnp.dtype(self.dtype), None, (), adapter=adapter)
 
 
 @dataclass(frozen=True)

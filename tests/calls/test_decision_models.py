@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from chunkattn import LLM, AsyncLLM, Choice, Level, Option, Predicate, Rating
 from chunkattn.errors import ConfigError, ModelError, RequestError
+from tests.adapter_files import make_adapter
 from tests.decision_models import (
     CODES,
     SEGMENTS,
@@ -194,10 +195,10 @@ KEV = [
 ]
 
 
-def check_kev(llm, folder, head, temperature, base=None):
+def check_kev(llm, folder, head, temperature, model=None):
     model, tokenizer = (
-        AutoModel.from_pretrained(base or folder, dtype=torch.float32),
-        AutoTokenizer.from_pretrained(base or folder),
+        model or AutoModel.from_pretrained(folder, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(folder),
     )
     for state, text in ((STATES[1], KEV_STATE), (STATES[0], STATES[0]), (FORGED, FORGED)):
         expected = kev_shares(model, tokenizer, head, text, KEV, temperature)
@@ -218,6 +219,49 @@ def test_kev_equals_its_formula(kev):
     ).usage
     assert usage.computed_tokens == usage.prompt_tokens
     assert llm.decide(state, QUESTIONS[:1], cache_salt="kev").usage.cached_tokens > 100
+
+
+@pytest.mark.parametrize("saved", ["torch", "safetensors"])
+def test_an_adapter_with_a_head_loads_its_base(saved, kev, tmp_path):
+    base, head = kev
+    model = AutoModel.from_pretrained(base, dtype=torch.float32)
+    adapter, names = tmp_path / "adapter", ("q_proj", "v_proj", "down_proj")
+    merged = make_adapter(adapter, model, names, base_model_name_or_path=str(base), task_type="FEATURE_EXTRACTION")
+    if saved == "torch":
+        save_kev(adapter, base, head, temperature=1.5)
+    else:
+        save_file(head, adapter / "head.safetensors", {"temperature": "1.5"})
+    llm = LLM(adapter, **OPTIONS)
+    check_kev(llm, base, head, 1.5, merged)
+    assert llm.decide(STATES[0], QUESTIONS).answers != LLM(base, **OPTIONS).decide(STATES[0], QUESTIONS).answers
+
+
+def test_adapters_that_cannot_be_the_model(kev, tmp_path):
+    base, _ = kev
+    model = AutoModel.from_pretrained(base, dtype=torch.float32)
+    make_adapter(tmp_path / "lost", model, base_model_name_or_path=str(tmp_path / "none"))
+    make_adapter(tmp_path / "nameless", model)
+    make_adapter(tmp_path / "good", model, base_model_name_or_path=str(base))
+    with pytest.raises(ModelError, match=r"the base model .* of this adapter"):
+        LLM(tmp_path / "lost", **OPTIONS)
+    with pytest.raises(ModelError, match="names no base_model_name_or_path"):
+        LLM(tmp_path / "nameless", **OPTIONS)
+    with pytest.raises(ConfigError, match="is an adapter, so adapter= cannot name another one"):
+        LLM(tmp_path / "good", adapter=str(tmp_path / "good"), **OPTIONS)
+
+
+def test_a_judge_with_its_adapter(tmp_path):
+    base, merged = make_base(tmp_path / "base"), make_base(tmp_path / "merged")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    make_adapter(base / "adapter", model).save_pretrained(merged)
+    add_judge(base, adapter_subfolder="adapter")
+    add_judge(merged)
+    check(LLM(base, **OPTIONS).decide(STATES[1], QUESTIONS), pipeline(merged)(request(STATES[1], QUESTIONS)), QUESTIONS)
+    with pytest.raises(ConfigError, match="has an adapter of its own"):
+        LLM(base, adapter=str(base / "adapter"), **OPTIONS)
+    add_judge(base, adapter_subfolder="other")
+    with pytest.raises(ModelError, match="adapter_subfolder 'other' must name a folder"):
+        LLM(base, **OPTIONS)
 
 
 def test_a_head_in_safetensors(kev, tmp_path):

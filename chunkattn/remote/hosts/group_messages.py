@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, get_args
 
 import jax
@@ -12,11 +11,10 @@ import msgspec
 
 from chunkattn.config import EngineConfig
 from chunkattn.engine.host_calls import HostCall
-from chunkattn.models.loader import sample
 from chunkattn.remote.frames import Frames, to_plain
 from chunkattn.remote.messages import Checkpoint, Failed
 
-_OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index", "group_secret_file")
+_OWN_OPTIONS = ("model", "adapter", "tokenizer", "revision", "chunk_calibration", "host_index", "group_secret_file")
 """Options that may differ between hosts."""
 _ROOM_BYTES = 1 << 29
 """Bytes for the arrays of one call: edits of 64 rows over a vocabulary of 256K tokens take 208 MiB."""
@@ -97,7 +95,7 @@ def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         **options,
         "shape of the model": msgspec.json.encode(model).decode(),
         "dtype of the model": checkpoint.dtype,
-        "weights of the model": sample(Path(checkpoint.path)).hex(),
+        "weights of the model": checkpoint.files().sample().hex(),
     }
 
 
