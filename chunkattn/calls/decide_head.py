@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from scipy.special import softmax
+from scipy.special import logsumexp, softmax
 
 from chunkattn.calls.decide_questions import answered, check_question
 from chunkattn.calls.decide_verdict import HEAD
@@ -127,11 +127,13 @@ def _decision(
         rows |= zip(numbers, output.logits if output.logits is not None else output.logprobs or [], strict=True)
     answers = []
     for number, question in enumerate(questions):
-        shares = np.asarray(softmax(np.asarray(rows[number], np.float64) / items[number].temperature))
+        scores, item = np.asarray(rows[number], np.float64), items[number]
+        shares = np.asarray(softmax(scores / item.temperature))
+        mass = float(np.exp(logsumexp(scores))) if item.reader is None else 1.0
         if isinstance(question, Predicate):
             options = asked[number].options
             shares = shares[[options.index("true"), options.index("false")]]
-        answers.append(answered(question, shares, range(len(shares)), 1.0, HEAD))
+        answers.append(answered(question, shares, range(len(shares)), mass, HEAD))
     usages = [output.usage for output in outputs]
     usage = ScoreUsage(
         sum(usage.prompt_tokens for usage in usages),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -66,17 +67,25 @@ class MethodJob:
         return verdict.method
 
     def _ask(self) -> Flow[MethodVerdict]:
-        right, masses = dict.fromkeys(_ASKED, 0), list[float]()
-        for method in _ASKED:
-            for probe in PROBES:
-                output: DecisionOutput = yield from self._decide(probe, method).flow()
-                for answer, expected in zip(output.answers, probe.answers, strict=True):
-                    assert isinstance(answer, ChoiceAnswer)
-                    # Without four letters in the vocabulary, options under letters are asked by likelihood.
-                    right[method] += answer.method == method and answer.choice == expected
-                    masses += [answer.label_mass if answer.method == method else 0.0] * (method == "letters")
-            self.done += 1
-        return MethodVerdict(right["letters"], right["likelihood"], float(np.mean(masses)), len(masses))
+        right, masses = yield from self._answers("letters")
+        verdict = MethodVerdict(right, None, float(np.mean(masses)), len(masses))
+        if not verdict.is_settled:
+            verdict = replace(verdict, likelihood=(yield from self._answers("likelihood"))[0])
+        return verdict
+
+    def _answers(self, method: str) -> Flow[tuple[int, list[float]]]:
+        """Ask by a method. Return how many answers are right, and the label mass of each."""
+        right, masses = 0, list[float]()
+        for probe in PROBES:
+            output: DecisionOutput = yield from self._decide(probe, method).flow()
+            for answer, expected in zip(output.answers, probe.answers, strict=True):
+                assert isinstance(answer, ChoiceAnswer)
+                # Without four letters in the vocabulary, options under letters are asked by likelihood.
+                is_asked = answer.method == method
+                right += is_asked and answer.choice == expected
+                masses.append(answer.label_mass if is_asked else 0.0)
+        self.done += 1
+        return right, masses
 
     def _key(self) -> dict[str, Any]:
         """Return all that the verdict depends on: weights, options, and the tokens of all prompts.

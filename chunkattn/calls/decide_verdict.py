@@ -30,25 +30,31 @@ class MethodVerdict:
 
     Attributes:
         letters: questions that `letters` answers right.
-        likelihood: questions that `likelihood` answers right.
+        likelihood: questions that `likelihood` answers right; None if `letters` alone decided.
         label_mass: mean label mass of `letters`.
         questions: number of questions.
     """
 
     letters: int
-    likelihood: int
+    likelihood: int | None
     label_mass: float
     questions: int
 
     @property
     def method(self) -> str:
         """Return `letters` if they are right at least as often as likelihood and have enough label mass."""
-        return "letters" if self.letters >= self.likelihood and self.label_mass >= _LEAST_MASS else "likelihood"
+        is_best = self.likelihood is None or self.letters >= self.likelihood
+        return "letters" if is_best and self.label_mass >= _LEAST_MASS else "likelihood"
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether `letters` alone decide: all are right, or their label mass is too small."""
+        return self.letters == self.questions or self.label_mass < _LEAST_MASS
 
     def __str__(self) -> str:
         """Return the figures."""
-        of = f"of {self.questions} questions right"
-        return f"letters {self.letters}, likelihood {self.likelihood} {of}; label mass of letters {self.label_mass:.2f}"
+        other = "" if self.likelihood is None else f", likelihood {self.likelihood}"
+        return f"letters {self.letters}{other} of {self.questions} questions right; label mass of letters {self.label_mass:.2f}"
 
 
 def read_verdict(key: Mapping[str, Any]) -> MethodVerdict | None:
@@ -64,8 +70,9 @@ def read_verdict(key: Mapping[str, Any]) -> MethodVerdict | None:
         stored = read_object(file, ModelError, "the verdict")
         if stored.pop("key", None) != key:
             raise ModelError(f"{file} is the verdict of another model")
-        counts = [stored.get(name) for name in ("letters", "likelihood", "questions")]
-        if not all(type(count) is int for count in counts) or type(stored.get("label_mass")) is not float:
+        counts = [stored.get(name) for name in ("letters", "questions")]
+        is_asked = type(stored.get("likelihood", "")) in (int, type(None))
+        if not (is_asked and all(type(count) is int for count in counts)) or type(stored.get("label_mass")) is not float:
             raise ModelError(f"the verdict {file} is damaged: a figure is missing")
         return MethodVerdict(**stored)
     except (ModelError, TypeError) as error:

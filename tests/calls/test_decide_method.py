@@ -55,6 +55,7 @@ def lettered_folder(random_folder, tmp_path_factory):
             with torch.no_grad():
                 hidden.append(model.model(torch.tensor([ids])).last_hidden_state[0, -1].double().numpy())
             right.append(np.eye(4)[options.index(answer)])
+    right[0] = right[0][::-1]  # one is wrong
     rows = np.linalg.lstsq(np.stack(hidden), 14 * np.stack(right), rcond=None)[0].T
     with torch.no_grad():
         for letter, row in zip("ABCD", rows, strict=True):
@@ -85,8 +86,8 @@ def test_a_model_that_is_good_at_letters_takes_letters(lettered, kept):
     output = lettered.decide("Ana likes figs.", ASKED)
     (file,) = kept.glob("*.json")
     verdict = json.loads(file.read_text())
-    assert (verdict["letters"], verdict["questions"]) == (24, 24)
-    assert verdict["likelihood"] < 24
+    assert (verdict["letters"], verdict["questions"]) == (23, 24)
+    assert 0 < verdict["likelihood"] < 23
     assert verdict["label_mass"] > 0.9
     assert output.method == output.answers[0].method == lettered.frontend.decide_method == "letters"
     assert output.answers == lettered.decide("Ana likes figs.", ASKED, method="letters").answers
@@ -95,7 +96,8 @@ def test_a_model_that_is_good_at_letters_takes_letters(lettered, kept):
 def test_a_model_without_mass_on_letters_takes_likelihood(random_folder, kept):
     llm = LLM(random_folder, **OPTIONS)
     output = llm.decide(["Ana likes figs.", "b"], ASKED)
-    assert json.loads(next(kept.glob("*.json")).read_text())["label_mass"] < 0.5
+    verdict = json.loads(next(kept.glob("*.json")).read_text())
+    assert (verdict["label_mass"] < 0.5, verdict["likelihood"]) == (True, None)
     assert [own.method for own in output] == ["likelihood"] * 2
     assert [own.answers for own in output] == [
         own.answers for own in llm.decide(["Ana likes figs.", "b"], ASKED, method="likelihood")
@@ -109,6 +111,8 @@ def test_a_model_without_mass_on_letters_takes_likelihood(random_folder, kept):
         (MethodVerdict(12, 12, 0.5, 24), "letters"),
         (MethodVerdict(24, 12, 0.499, 24), "likelihood"),
         (MethodVerdict(11, 12, 0.9, 24), "likelihood"),
+        (MethodVerdict(24, None, 0.9, 24), "letters"),
+        (MethodVerdict(24, None, 0.4, 24), "likelihood"),
     ],
 )
 def test_the_rule(verdict, method):

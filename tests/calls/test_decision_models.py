@@ -6,11 +6,15 @@ import json
 import numpy as np
 import pytest
 import torch
+from fastapi.testclient import TestClient
 from safetensors.torch import save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from chunkattn import LLM, AsyncLLM, Choice, Level, Option, Predicate, Rating
+from chunkattn.cli import app
 from chunkattn.errors import ConfigError, ModelError, RequestError
+from chunkattn.server.app import create_app
 from tests.adapter_files import make_adapter
 from tests.decision_models import (
     CODES,
@@ -213,6 +217,7 @@ def test_kev_equals_its_formula(kev):
     folder, head = kev
     llm = LLM(folder, **OPTIONS)
     check_kev(llm, folder, head, 2.5)
+    check_kev(LLM(folder, enable_prefix_caching=False, **OPTIONS), folder, head, 2.5)
     state = "Ana lives in Oslo. " * 20
     usage = llm.decide(
         state, [Choice(f"What is thing {n}?", ["a", "b"]) for n in range(50)] + QUESTIONS, cache_salt="kev"
@@ -282,6 +287,34 @@ def test_servers_and_engines_in_processes(kev):
             return await other.decide(STATES[0], QUESTIONS)
 
     assert asyncio.run(ask()).answers == llm.decide(STATES[0], QUESTIONS).answers
+
+
+def test_the_command_and_the_routes(kev, tmp_path):
+    """JSON states reach the model's own prompt as JSON, arrays too."""
+    folder, head = kev
+    llm = LLM(folder, **OPTIONS)
+    (tmp_path / "questions.json").write_text('[{"choice": "Who likes figs?", "options": ["Ben", "Ana"]}]')
+    (tmp_path / "state.json").write_text('["figs", {"n": 2}]')
+    arguments = ["--questions", tmp_path / "questions.json", "--state-file", tmp_path / "state.json", "--output", "-"]
+    done = CliRunner().invoke(app, ["decide", "--model", str(folder), "--dtype", "float32", *map(str, arguments)])
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout.splitlines()[-1])
+
+    async def decide(state, questions, *, timeout=None, **options):
+        return llm.decide(state, questions, **options)
+
+    server = AsyncLLM(folder, **OPTIONS)
+    server._frontend, server.client.limits, server.client.state = llm.frontend, llm.limits, "ready"
+    server.decide = decide
+    http = TestClient(create_app(server), base_url="http://localhost")
+    questions = {"who": {"type": "choice", "instructions": "Who likes figs?", "criteria": {"Ben": None, "Ana": None}}}
+    answer = http.post("/v1/systemone", json={"state": ["figs", {"n": 2}], "questions": questions}).json()
+    assert http.get("/v1/models").json()["data"][0]["decide_method"] == "head"
+    model, tokenizer = AutoModel.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    (shares,) = kev_shares(model, tokenizer, head, "- figs\n- n: 2", [("Who likes figs?", ["Ben", "Ana"])], 2.5)
+    np.testing.assert_allclose(list(answer["answers"]["who"]["probabilities"].values()), shares, atol=1e-4)
+    np.testing.assert_allclose([own["probability"] for own in told["answers"][0]["probabilities"]], shares, atol=1e-4)
+    assert answer["method"] == answer["answers"]["who"]["method"] == told["method"] == "head"
 
 
 class Evil:
