@@ -26,7 +26,7 @@ _LEAST_MASS = 0.5
 
 @dataclass(frozen=True)
 class MethodVerdict:
-    """How well a model answers the built-in questions.
+    """Right answers of a model to the built-in questions, by method.
 
     Attributes:
         letters: questions that `letters` answers right.

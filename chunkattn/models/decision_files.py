@@ -31,7 +31,7 @@ Form = Literal["kev", "template", "text", "chat"]
 
 @dataclass(frozen=True, eq=False)
 class DecisionModel:
-    """What a decision model has beside its weights.
+    """Head, prompt and settings of a decision model, beside its weights.
 
     Attributes:
         head: head that reads hidden states; None reads the logits of the labels.

@@ -76,7 +76,7 @@ def unknown(lettered):
 
 
 def test_questions_favour_no_place():
-    """Whoever always takes the same letter is right in a quarter."""
+    """Always the same letter is right in a quarter."""
     places = [sorted(q.options).index(a) for probe in PROBES for q, a in zip(probe.questions, probe.answers, strict=True)]
     assert np.bincount(places).tolist() == [6, 6, 6, 6]
 
