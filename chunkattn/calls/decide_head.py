@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from chunkattn.calls.decide_questions import answered, check_question
 from chunkattn.calls.decide_verdict import HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.head_prompts import HeadItem, HeadPrompts
-from chunkattn.calls.job import Job, JobsInTurn
+from chunkattn.calls.job import Job
 from chunkattn.calls.score import ScoreCall, ScoreJob
 from chunkattn.decisions import DecisionOutput, Predicate, Question
 from chunkattn.errors import RequestError
@@ -22,6 +23,9 @@ from chunkattn.models.decision_prompts import AskedOptions
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.states import json_state, list_states
+
+Finish = Callable[[Sequence[ScoreOutput]], DecisionOutput]
+"""Function that makes the answers about a state from the outputs of its calls."""
 
 _OWN = {
     "documents": "its prompt has no place for documents; put them into the state",
@@ -60,22 +64,30 @@ def head_call(frontend: Frontend, state: Any, questions: Sequence[Question], opt
     for question, part in zip(listed, parts, strict=True):
         check_question(question, part)
     asked = [prompts.asked(question, part) for question, part in zip(listed, parts, strict=True)]
-    make = partial(_state_job, frontend, prompts, listed, asked, parts, cache_salt=options["cache_salt"], priority=rank)
+    make = partial(_state_calls, frontend, prompts, listed, asked, parts, cache_salt=options["cache_salt"], priority=rank)
     if states is None:
-        return make(json_state(state))
-    jobs, tokens = [], 0
+        calls, finish = make(json_state(state))
+        return ScoreJob(frontend, calls, finish, 1)
+    all_calls, ends, tokens = list[ScoreCall](), list[tuple[int, Finish]](), 0
     for number, entry in enumerate(states):
         try:
-            jobs.append(make(json_state(entry)))
+            calls, finish = make(json_state(entry))
         except RequestError as error:
             message = error.message if error.part == "state" else f": {error}"
             raise type(error)(message, param=error.param, part=f"state {number}") from None
-        tokens += jobs[-1].tokens
+        tokens += sum(call.tokens()[call.algorithm] for call in calls)
         frontend.limits.check_tokens(tokens, f"the first {number + 1} states with their questions", "state")
-    return JobsInTurn(jobs, list, tokens)
+        all_calls += calls
+        ends.append((len(calls), finish))
+
+    def decisions(outputs: Sequence[ScoreOutput]) -> list[DecisionOutput]:
+        left = iter(outputs)
+        return [finish([*islice(left, count)]) for count, finish in ends]
+
+    return ScoreJob(frontend, all_calls, decisions, 1)
 
 
-def _state_job(
+def _state_calls(
     frontend: Frontend,
     prompts: HeadPrompts,
     questions: Sequence[Question],
@@ -85,8 +97,8 @@ def _state_job(
     *,
     cache_salt: str | None,
     priority: int,
-) -> ScoreJob[DecisionOutput]:
-    """Return the job of one state. Questions with the same tokens before them share these."""
+) -> tuple[list[ScoreCall], Finish]:
+    """Return the calls of one state, one for all questions with the same tokens before them, and how they become answers."""
     items = prompts.items(state, asked, parts)
     groups: dict[tuple[Any, ...], list[int]] = {}
     for number, item in enumerate(items):
@@ -111,7 +123,7 @@ def _state_job(
                 readers=readers,
             )
         )
-    return ScoreJob(frontend, calls, partial(_decision, questions, asked, items, [*groups.values()]), 1)
+    return calls, partial(_decision, questions, asked, items, [*groups.values()])
 
 
 def _decision(

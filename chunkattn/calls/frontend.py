@@ -52,6 +52,7 @@ class Frontend:
         gap: positions left free between the prefix and every chunk.
         label_scales: calibration of labels by kind, from the calibration file; empty if there is none.
         decide_method: method of decisions by default; None for `auto` before the model has been asked.
+        has_language_head: whether the logits of the vocabulary have a meaning; False for some decision models.
         sample: function that returns bytes which differ between most checkpoints of one shape.
         limits: limits of the engine; set by `connect`.
     """
@@ -66,7 +67,7 @@ class Frontend:
         self.decode = token_decoder(self.tokenizer)
         self._ids, self._labels = count(), OrderedDict[str, AnswerLabels]()
         check_algorithm(config.score_algorithm)
-        self._decision, self._has_language_head = files.decision, files.has_language_head
+        self._decision, self.has_language_head = files.decision, files.has_language_head
         by_default = None if files.decision is None else HEAD
         self.decide_method = by_default if config.decide_method == AUTO else config.decide_method
         if self.head_prompts is None and self.decide_method == HEAD:
@@ -114,7 +115,7 @@ class Frontend:
         Raises:
             RequestError: the checkpoint is a decision model without one.
         """
-        if not self._has_language_head:
+        if not self.has_language_head:
             text = "this checkpoint is a decision model without a language model's head: it answers questions by 'head' alone"
             raise RequestError(text, param=param)
 

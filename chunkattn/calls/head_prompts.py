@@ -152,6 +152,18 @@ class HeadPrompts:
             made.append(self._cut(ids, marks or [len(ids)], prefixes[question.type], question, part))
         return made
 
+    def tokens(self, state: Any, questions: Sequence[Question]) -> list[Sequence[int]]:
+        """Return numbers that the answers follow from: the bytes of the model's digest, and the token ids of each prompt.
+
+        Args:
+            state: text or JSON value.
+            questions: the questions.
+        """
+        parts = [f"question {number}" for number in range(len(questions))]
+        asked = [self.asked(question, part) for question, part in zip(questions, parts, strict=True)]
+        items = self.items(state, asked, parts)
+        return [list(self._model.digest), *([*item.prefix, *item.item, *item.labels] for item in items)]
+
     def _tokens(self, state: Any, question: AskedOptions, part: str) -> tuple[list[int], list[int]]:
         model, wrapped = self._model, self._encode.wrapped
         fields = AskedOptions(**{name: wrapped(value) for name, value in asdict(question).items()})

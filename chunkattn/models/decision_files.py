@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import xxhash
 from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError, safe_open
@@ -54,6 +55,16 @@ class DecisionModel:
     noul_options: tuple[str, str] = ("true", "false")
     sanitizes: bool = True
     adapter: Path | None = None
+
+    @property
+    def digest(self) -> bytes:
+        """Return 16 bytes that differ between heads and settings."""
+        digest = xxhash.xxh3_128(repr((self.form, self.template, self.labels, self.temperature, self.noul_options)).encode())
+        for name, value in vars(self.head).items() if self.head is not None else ():
+            parts = value if isinstance(value, tuple) else (value,)
+            for part in parts:
+                digest.update(part.tobytes() if isinstance(part, np.ndarray) else f"{name}{part}".encode())
+        return digest.digest()
 
 
 def read_decision(folder: Path, hidden: int, kind: str) -> DecisionModel | None:

@@ -15,6 +15,9 @@ from chunkattn import LLM, AsyncLLM, Choice, Level, Option, Predicate, Rating
 from chunkattn.cli import app
 from chunkattn.errors import ConfigError, ModelError, RequestError
 from chunkattn.server.app import create_app
+from chunkattn.tools.eval.data import Decisions
+from chunkattn.tools.eval.decisions import examine, ways_of
+from chunkattn.tools.eval.results import Results
 from tests.adapter_files import make_adapter
 from tests.decision_models import (
     CODES,
@@ -315,6 +318,16 @@ def test_the_command_and_the_routes(kev, tmp_path):
     np.testing.assert_allclose(list(answer["answers"]["who"]["probabilities"].values()), shares, atol=1e-4)
     np.testing.assert_allclose([own["probability"] for own in told["answers"][0]["probabilities"]], shares, atol=1e-4)
     assert answer["method"] == answer["answers"]["who"]["method"] == told["method"] == "head"
+
+
+def test_an_evaluation_has_the_head_first(kev):
+    llm = LLM(kev[0], **OPTIONS)
+    lines = [Decisions(1, STATES[0], tuple(QUESTIONS[2:4]), (1, 0))]
+    ways, results = ways_of(llm)[:2], Results(None)
+    answers = examine(llm, lines, ways, results, lambda _: None)
+    assert [way.name for way in ways] == ["head", "letters"]
+    expected = [shares_of(answer) for answer in llm.decide(STATES[0], QUESTIONS[2:4]).answers]
+    assert [own.tolist() for own in answers[ways[0]].shares[0]] == expected
 
 
 class Evil:
