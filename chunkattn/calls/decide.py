@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calibration import LabelScale
 from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
 from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
@@ -45,6 +46,7 @@ class DecideOptions(TypedDict, total=False):
             stays as it is. `"fitted"` applies the calibration of labels in the calibration file instead (see
             `chunkattn calibrate`), with `"likelihood"` after that division.
         cache_salt: see `LLM.generate`.
+        lora_request: see `LLM.generate`; one adapter for the call.
         priority: see `LLM.generate`; one value for the call.
         chat_template_kwargs: variables of the chat template. `enable_thinking` and `thinking` default to False.
     """
@@ -54,6 +56,7 @@ class DecideOptions(TypedDict, total=False):
     method: str
     calibrate: bool | Literal["fitted"]
     cache_salt: str | None
+    lora_request: LoRARequest | None
     priority: int
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -68,6 +71,7 @@ def decide_call(
     method: str = "letters",
     calibrate: bool | Literal["fitted"] = False,
     cache_salt: str | None = None,
+    lora_request: LoRARequest | None = None,
     priority: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Job[DecisionOutput | list[DecisionOutput]]:
@@ -80,7 +84,7 @@ def decide_call(
             a list of states the message names the state.
         CapacityError: the state or a question is too long, or the call would compute more than `max_tokens_per_call`.
     """
-    limits = frontend.limits
+    limits, cache_salt = frontend.limits, salt_for(lora_request, cache_salt)
     if limits.num_labels is not None:
         raise RequestError("this checkpoint is a sequence classifier and answers no questions; score it", param="questions")
     if method not in METHODS:
