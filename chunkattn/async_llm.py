@@ -12,9 +12,10 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, TypeVar, Unpack, overload
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.decide import DecideOptions, decide_call, method_job
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.generate import GenerateJob, OutputBuilder, generate_job
+from chunkattn.calls.generate import GenerateJob, OutputBuilder, generate_job, with_adapters
 from chunkattn.calls.job import Ask, Flow, Job, LookUp, Returned, advance
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
@@ -207,6 +208,7 @@ class AsyncLLM:
         chunk_aware: bool | None = None,
         focus: FocusLike | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         timeout: float | None = None,
         final_only: bool = False,
@@ -224,6 +226,7 @@ class AsyncLLM:
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: see `LLM.generate`; a `ParsedPrompt` has its own instead.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
+            lora_request: adapter of the request; see `LLM.generate`.
             priority: rank in the queue; lower goes first.
             timeout: seconds after which the request is aborted.
             final_only: yield only the last output. After `abort`, this output may lack tokens.
@@ -243,9 +246,22 @@ class AsyncLLM:
             if isinstance(prompt, ParsedPrompt) and focus is not None:
                 raise RequestError("a ParsedPrompt has a focus of its own; leave focus out", param="focus")
             parsed = [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware, focus)
-            return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
+            return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)
 
-        return self._generate(make, request_id, timeout, snapshots)
+        return self._generate(make, request_id, timeout, snapshots, lora_request)
+
+    def _job(
+        self,
+        parsed: list[ParsedPrompt],
+        params: SamplingParams | None,
+        priority: int,
+        cache_salt: str | None,
+        lora_request: LoRARequest | None,
+        *,
+        final_only: bool,
+    ) -> GenerateJob:
+        adapted = with_adapters(parsed, lora_request, cache_salt)
+        return generate_job(self.frontend, adapted, params, priority, final_only=final_only)
 
     def chat(
         self,
@@ -256,6 +272,7 @@ class AsyncLLM:
         focus: FocusLike | None = None,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         timeout: float | None = None,
         final_only: bool = False,
@@ -274,6 +291,7 @@ class AsyncLLM:
             focus: see `LLM.generate`; needs documents.
             request_id: see `generate`.
             cache_salt: see `generate`.
+            lora_request: see `generate`.
             priority: see `generate`.
             timeout: see `generate`.
             final_only: see `generate`.
@@ -293,9 +311,9 @@ class AsyncLLM:
         def make() -> GenerateJob:
             options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
             parsed = self.frontend.parse_chat([as_list(messages, "messages")], documents, options, focus)
-            return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
+            return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)
 
-        return self._generate(make, request_id, timeout, snapshots)
+        return self._generate(make, request_id, timeout, snapshots, lora_request)
 
     def stream(
         self, job: GenerateJob | Callable[[], GenerateJob], *, timeout: float | None = None, snapshots: bool = True
@@ -318,10 +336,12 @@ class AsyncLLM:
         request_id: str | None,
         timeout: float | None,
         snapshots: bool,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         name = token_hex(16) if request_id is None else request_id
         if not isinstance(name, str) or name in self._generations:
             raise RequestError(f"request_id must be a text no other running request has, got {name!r}", param="request_id")
+        await self._load(lora_request)
         with self.client.call(_check_timeout(timeout)) as call:
             self._generations[name] = call, None
             try:
@@ -405,6 +425,7 @@ class AsyncLLM:
             RequestError: the query, items or labels are malformed. The error comes before any request is sent.
             ChunkAttnError: as `generate`.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(score_call, self.frontend, query, items, **options), timeout)
 
     @list_options(RerankOptions, rerank_call)
@@ -431,6 +452,7 @@ class AsyncLLM:
                 sent.
             ChunkAttnError: as `generate`.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(rerank_call, self.frontend, query, documents, top_n, **options), timeout)
 
     @overload
@@ -484,6 +506,7 @@ class AsyncLLM:
             RequestError: as `LLM.decide`. The error comes before any request is sent.
             ChunkAttnError: as `generate`.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(decide_call, self.frontend, state, questions, **options), timeout)
 
     # The cache
@@ -510,6 +533,7 @@ class AsyncLLM:
             CapacityError: `pin` is set and the documents do not all fit. No block of the call stays pinned.
             ChunkAttnError: as `generate`.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(precompute_job, self.frontend, prefix, documents, **options), timeout)
 
     @list_options(LookupOptions, precompute_job)
@@ -526,6 +550,7 @@ class AsyncLLM:
             QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(precompute_job, self.frontend, prefix, documents, forget=False, **options))
 
     @list_options(LookupOptions, precompute_job)
@@ -545,6 +570,7 @@ class AsyncLLM:
             QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(precompute_job, self.frontend, prefix, documents, forget=True, **options))
 
     async def unpin(self, report: CacheReport) -> None:
@@ -593,6 +619,12 @@ class AsyncLLM:
         result: T = step.value
         _count_usage(result)
         return result
+
+    async def _load(self, request: Any) -> None:
+        """Load the adapter of a call, if the call brings one."""
+        salt_for(request, None)
+        if request is not None and request.lora_path:
+            await self.client.load_adapter(request.lora_name, request.lora_path)
 
     async def _answer(self, call: InflightRequests, question: Ask | LookUp) -> Sequence[Any]:
         """Return the engine's answer to a question; nothing if the call is aborted."""

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calibration import LabelScale
 from chunkattn.calls.decide_head import head_call
 from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
@@ -51,6 +52,7 @@ class DecideOptions(TypedDict, total=False):
             stays as it is. `"fitted"` applies the calibration of labels in the calibration file instead (see
             `chunkattn calibrate`), with `"likelihood"` after that division.
         cache_salt: see `LLM.generate`.
+        lora_request: see `LLM.generate`; one adapter for the call.
         priority: see `LLM.generate`; one value for the call.
         chat_template_kwargs: variables of the chat template. `enable_thinking` and `thinking` default to False.
     """
@@ -60,6 +62,7 @@ class DecideOptions(TypedDict, total=False):
     method: str
     calibrate: bool | Literal["fitted"]
     cache_salt: str | None
+    lora_request: LoRARequest | None
     priority: int
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -74,6 +77,7 @@ def decide_call(
     method: str = AUTO,
     calibrate: bool | Literal["fitted"] = False,
     cache_salt: str | None = None,
+    lora_request: LoRARequest | None = None,
     priority: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Job[DecisionOutput | list[DecisionOutput]]:
@@ -90,7 +94,7 @@ def decide_call(
         documents=documents,
         system=system,
         calibrate=calibrate,
-        cache_salt=cache_salt,
+        cache_salt=salt_for(lora_request, cache_salt),
         priority=priority,
         chat_template_kwargs=chat_template_kwargs,
     )

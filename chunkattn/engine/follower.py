@@ -94,5 +94,5 @@ class Follower:
         if key not in self._structures:
             *arrays, _ = self._builder.empty(key[0], self._builder.width_buckets[0], call.backend)
             self._structures[key] = jax.tree.structure(arrays)
-        token_ids, positions, metadata = jax.tree.unflatten(self._structures[key], call.leaves)
-        return StepArrays(token_ids, positions, metadata, call.backend)
+        token_ids, positions, metadata, slots = jax.tree.unflatten(self._structures[key], call.leaves)
+        return StepArrays(token_ids, positions, metadata, slots, call.backend)

@@ -49,6 +49,7 @@ from chunkattn.engine.sampling import (
 )
 from chunkattn.engine.step import StepArrays
 from chunkattn.engine.step_sizes import bucket_for
+from chunkattn.models.adapter_slots import AdapterSlots, RowAdapters, Stacks
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.packed import Packed, Weight, unpacked
 from chunkattn.models.shards import WHOLE
@@ -81,6 +82,7 @@ class Runner:
         picked_sizes: sizes of blocks that are read, and, unless the model is a classifier, `sample_sizes`.
         compiles: number of programs traced so far, by name.
         tell: tells the other hosts of the model every call.
+        slots: adapters that rows may have; None for none.
         while_waiting: called once, before the host next waits for values of a readout; None for nothing.
     """
 
@@ -92,8 +94,9 @@ class Runner:
         max_logprobs: int,
         batch_invariant: bool | None = None,
         tell: Tell | None = None,
+        slots: AdapterSlots | None = None,
     ) -> None:
-        self.tell = tell
+        self.tell, self.slots = tell, slots
         self.while_waiting: Callable[[], None] | None = None
         self.spec, self.shards, self.backend = model.spec, model.shards, backend
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
@@ -122,7 +125,8 @@ class Runner:
         self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
         params, pool = [self._partition(*of) for of in model.weights.items()], self.pool.partitions
         head = [self._partition(model.head_name, model.head)]
-        step = self.shards.map(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
+        stacks = {} if slots is None else slots.partitions
+        step = self.shards.map(self._trace_step, [params, pool, stacks], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
         program = partial(self.compiles.jit, shards=self.shards)
@@ -148,10 +152,14 @@ class Runner:
         *inputs, backend = arrays
         if self.tell:
             self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
-        hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *inputs, backend=backend)
+        hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, self._stacks, *inputs, backend=backend)
         if not on_cpu():
             finite.copy_to_host_async()
         return hidden, finite
+
+    @property
+    def _stacks(self) -> Stacks:
+        return {} if self.slots is None else self.slots.arrays
 
     @property
     def row_flops(self) -> float:
@@ -190,7 +198,9 @@ class Runner:
         ]
         pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self.pool.partitions)
         inputs = jax.tree.map(lambda x: there(x, self.shards.sharding(WHOLE)), arrays[:-1])
-        return self._step.lower(params, pool, *inputs, backend=arrays.backend)
+        partitions = {} if self.slots is None else self.slots.partitions
+        stacks = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), self._stacks, partitions)
+        return self._step.lower(params, pool, stacks, *inputs, backend=arrays.backend)
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
@@ -402,8 +412,8 @@ class Runner:
         """Return the only parameter that the readouts take: every argument of a program costs time at each call."""
         return self._params[self._head_place : self._head_place + 1]
 
-    def _model(self, params: Params) -> Decoder:
-        return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.dtype, self.shards)
+    def _model(self, params: Params, adapters: RowAdapters | None) -> Decoder:
+        return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.dtype, self.shards, adapters)
 
     def _partition(self, name: str, weight: Weight) -> PartitionSpec:
         return self.shards.partition_of_parts(name) if isinstance(weight, Packed) else self.shards.partition(name)
@@ -418,9 +428,11 @@ class Runner:
         self,
         params: Params,
         caches: list[KVCache],
+        stacks: Stacks,
         token_ids: jax.Array,
         positions: jax.Array,
         metadata: Metadata,
+        slots: jax.Array | None = None,
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, jax.Array, list[KVCache]]:
@@ -443,7 +455,8 @@ class Runner:
             return out
 
         prepared = attend_inputs if attention.prepares_heads else None
-        hidden = self._model(params)(token_ids, positions, attend, prepared)
+        adapters = None if self.slots is None or slots is None else RowAdapters.of(stacks, slots, self.slots.count)
+        hidden = self._model(params, adapters)(token_ids, positions, attend, prepared)
         return hidden, finite_rows(hidden), caches
 
     def _trace_logits(self, params: Params, hidden: jax.Array) -> jax.Array:

@@ -112,6 +112,15 @@ class CacheQuery:
 
 
 @dataclass(frozen=True)
+class LoadAdapter:
+    """Order to load an adapter, see `EngineCore.load_adapter`; answered by `Reply`."""
+
+    query_id: int
+    name: str
+    place: str
+
+
+@dataclass(frozen=True)
 class MetricsQuery:
     """Query for the metrics; answered by `Reply`."""
 
@@ -205,14 +214,14 @@ class Reply:
     Attributes:
         query_id: id of the query.
         value: of `ResetCache`, whether every page is free; of `CacheQuery`, the tokens of each request that were cached in
-            memory; of `MetricsQuery`, the metrics in Prometheus' text format.
+            memory; of `MetricsQuery`, the metrics in Prometheus' text format; of `LoadAdapter`, why it is refused, or "".
     """
 
     query_id: int
     value: bool | tuple[CachedTokens, ...] | str
 
 
-ToWorker = Message | Start | Sent | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
+ToWorker = Message | Start | Sent | Abort | Stop | Unpin | ResetCache | CacheQuery | LoadAdapter | MetricsQuery | Shutdown
 FromWorker = EngineOutput | Snapshot | Heartbeat | WarmupProgress | Ready | Failed | Ended | Reply
 
 _FRAMES = Frames(get_args(ToWorker | FromWorker))
