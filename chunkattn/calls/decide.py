@@ -14,7 +14,7 @@ from chunkattn.calibration import LabelScale
 from chunkattn.calls.decide_head import head_call
 from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
 from chunkattn.calls.decide_method import MethodFirst, MethodJob
-from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
+from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask, check_names
 from chunkattn.calls.decide_verdict import AUTO, HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
@@ -142,7 +142,7 @@ def _decide_by(
     template = labels.template
     parts = [f"question {number}" for number in range(len(listed))]
     asked = [ask(question, method, labels, part) for question, part in zip(listed, parts, strict=True)]
-    _check_names(asked)
+    check_names(listed)
     (rank,) = check_priorities(options["priority"], 1)
     items = QuestionItems(frontend, template, asked, parts, chunks, cache_salt=cache_salt, priority=rank)
     finish = partial(_decisions, asked, method, scales)
@@ -199,12 +199,3 @@ def _decisions(
         sum(usage.cached_tokens for usage in usages),
     )
     return DecisionOutput(answers, usage, method)
-
-
-def _check_names(asked: Sequence[AskedQuestion]) -> None:
-    seen = set[str]()
-    for number, entry in enumerate(asked):
-        if (name := entry.question.name) is not None and name in seen:
-            raise RequestError(f": the name {name!r} is used before", param="questions", part=f"question {number}")
-        if name is not None:
-            seen.add(name)

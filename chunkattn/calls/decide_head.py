@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.special import logsumexp, softmax
 
-from chunkattn.calls.decide_questions import answered, check_question
+from chunkattn.calls.decide_questions import answered, check_names, check_question
 from chunkattn.calls.decide_verdict import HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.head_prompts import HeadItem, HeadPrompts
@@ -63,6 +63,7 @@ def head_call(frontend: Frontend, state: Any, questions: Sequence[Question], opt
     parts = [f"question {number}" for number in range(len(listed))]
     for question, part in zip(listed, parts, strict=True):
         check_question(question, part)
+    check_names(listed)
     asked = [prompts.asked(question, part) for question, part in zip(listed, parts, strict=True)]
     make = partial(_state_calls, frontend, prompts, listed, asked, parts, cache_salt=options["cache_salt"], priority=rank)
     if states is None:

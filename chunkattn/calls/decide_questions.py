@@ -223,6 +223,23 @@ def check_question(question: Any, part: str) -> None:
             _check_text(description, word, part)
 
 
+def check_names(questions: Sequence[Question]) -> None:
+    """Check that no two questions of a call have one name.
+
+    Args:
+        questions: checked questions.
+
+    Raises:
+        RequestError: a name is there twice.
+    """
+    seen = set[str]()
+    for number, question in enumerate(questions):
+        if question.name is not None and question.name in seen:
+            raise _error(f": the name {question.name!r} is used before", f"question {number}")
+        if question.name is not None:
+            seen.add(question.name)
+
+
 def option_of(option: str | bool | Option) -> Option:
     """Return an option of a `Choice` as an `Option`."""
     return option if isinstance(option, Option) else Option(option)

@@ -177,6 +177,8 @@ def test_what_a_head_does_not_take(llm):
         llm.decide("a", [Choice("b", ["true", True])])
     with pytest.raises(RequestError, match="question 0 has the level 'a' twice"):
         llm.decide("a", [Rating("b", ["a", "a"])])
+    with pytest.raises(RequestError, match="question 1: the name 'x' is used before"):
+        llm.decide("a", [Predicate("b", name="x"), Predicate("c", name="x")])
     with pytest.raises(RequestError, match="state 1 is empty"):
         llm.decide(["a", " "], QUESTIONS)
 
