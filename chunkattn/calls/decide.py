@@ -18,10 +18,10 @@ from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask, check_
 from chunkattn.calls.decide_verdict import AUTO, HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
-from chunkattn.calls.score import ScoreJob
+from chunkattn.calls.score import ScoreJob, total_usage
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
-from chunkattn.outputs import ScoreOutput, ScoreUsage
+from chunkattn.outputs import ScoreOutput
 from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.states import State, States, list_states, read_state
 
@@ -192,10 +192,4 @@ def _decisions(
         is_divided = empty_rows and (not scales or question.kind == "likelihood")
         empty = [next(empty_rows[0]) for _ in question.items] if is_divided else None
         answers.append(question.answer(item_rows, empty, scales.get(question.kind)))
-    usages = [output.usage for output in outputs]
-    usage = ScoreUsage(
-        sum(usage.prompt_tokens for usage in usages),
-        sum(usage.computed_tokens for usage in usages),
-        sum(usage.cached_tokens for usage in usages),
-    )
-    return DecisionOutput(answers, usage, method)
+    return DecisionOutput(answers, total_usage(outputs), method)

@@ -15,12 +15,12 @@ from chunkattn.calls.decide_verdict import HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.head_prompts import HeadItem, HeadPrompts
 from chunkattn.calls.job import Job
-from chunkattn.calls.score import ScoreCall, ScoreJob
+from chunkattn.calls.score import ScoreCall, ScoreJob, total_usage
 from chunkattn.decisions import DecisionOutput, Predicate, Question
 from chunkattn.errors import RequestError
 from chunkattn.layout import Names
 from chunkattn.models.decision_prompts import AskedOptions
-from chunkattn.outputs import ScoreOutput, ScoreUsage
+from chunkattn.outputs import ScoreOutput
 from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.states import json_state, list_states
 
@@ -147,10 +147,4 @@ def _decision(
             options = asked[number].options
             shares = shares[[options.index("true"), options.index("false")]]
         answers.append(answered(question, shares, range(len(shares)), mass, HEAD))
-    usages = [output.usage for output in outputs]
-    usage = ScoreUsage(
-        sum(usage.prompt_tokens for usage in usages),
-        sum(usage.computed_tokens for usage in usages),
-        sum(usage.cached_tokens for usage in usages),
-    )
-    return DecisionOutput(answers, usage, HEAD)
+    return DecisionOutput(answers, total_usage(outputs), HEAD)

@@ -454,6 +454,20 @@ class ScoreJob(Generic[T]):
             yield group
 
 
+def total_usage(outputs: Sequence[ScoreOutput]) -> ScoreUsage:
+    """Return the sums of the token counts of several calls.
+
+    Args:
+        outputs: outputs of the calls.
+    """
+    usages = [output.usage for output in outputs]
+    return ScoreUsage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.computed_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+    )
+
+
 def _rows(request: PrecomputeRequest | ScoreRequest) -> int:
     """Return the tokens that a request computes when the cache holds its prefix for a scoring request, and nothing else."""
     layout = request.layout
