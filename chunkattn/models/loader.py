@@ -183,7 +183,9 @@ def _base_of(place: Path, options: EngineConfig) -> tuple[Path, Path | None]:
     fields = read_object(place / CONFIG_FILE)
     base, revision = fields.get("base_model_name_or_path"), fields.get("revision")
     if not isinstance(base, str) or not base:
-        raise ModelError(f"{place / CONFIG_FILE} names no base_model_name_or_path; pass the base as model, this as adapter")
+        raise ModelError(
+            f"{place}: no config.json; {CONFIG_FILE} names no base_model_name_or_path; pass the base as model, this as adapter"
+        )
     try:
         return resolve_path(base, revision if isinstance(revision, str) else None), place
     except ModelError as error:
