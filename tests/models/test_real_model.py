@@ -99,5 +99,4 @@ def test_the_example_answers_rightly_in_every_order(path):
 def test_decisions_are_by_likelihood(llm):
     """Letters are right about by chance in a model of this size."""
     output = llm.decide("Ana likes figs and Ben likes dates.", [Choice("What does Ben like?", ["figs", "dates", "plums"])])
-    assert output.method == "likelihood"
-    assert output.answers[0].choice == "dates"
+    assert output.method == output.answers[0].method == "likelihood"
