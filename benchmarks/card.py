@@ -55,7 +55,7 @@ def measure(geometry: str, rows: int, calls: int) -> dict[str, Any]:
     runner, width = core.runner, core.builder.width_buckets[-1]
 
     def run(inputs: Any) -> Any:
-        hidden, finite, runner.pool.caches = runner._step(runner._params, runner.pool.caches, *inputs, backend=None)
+        hidden, finite, runner.pool.caches = runner._step(runner._params, runner.pool.caches, {}, *inputs, backend=None)
         return hidden, finite
 
     def new_arrays() -> Any:

@@ -99,7 +99,9 @@ class Decisions:
         """Return CPU and wall seconds of `decide` and of one-token chats behind cached documents and a new state."""
         times = {}
         state = self.text(tokens)
-        cpu, wall, output = self.measure(lambda: self.llm.decide(state, self.questions, documents=documents, use_tqdm=False))
+        cpu, wall, output = self.measure(
+            lambda: self.llm.decide(state, self.questions, documents=documents, method="letters", use_tqdm=False)
+        )
         own = sum(map(len, self.items))
         self.shares = (output.usage.computed_tokens - len(self.template.behind(state))) / own
         times["decide"] = cpu, wall

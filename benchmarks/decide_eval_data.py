@@ -4,8 +4,9 @@
 
 SOURCE is a file as for `chunkattn eval --recipe`. The set `passage` has a passage as state, and its question as a choice of
 four answers: the right one, and three answers to other questions with the same question word that the passage does not hold.
-The set `kind` has a question as state, and asks which of four kinds of things it asks for; a predicate states one of them,
-right in every second line. The kinds occur equally often.
+In the set `hard` the wrong answers stand in the passage, too: as many words of the same kind, names or numbers. The
+set `kind` has a question as state, and asks which of four kinds of things it asks for; a predicate states one of them, right
+in every second line. The kinds occur equally often.
 """
 
 from __future__ import annotations
@@ -23,6 +24,26 @@ from chunkattn.tools.eval.recipes import Passage, read_source
 
 WORDS = re.compile(r"\b(who|when|where|how many|which|what|how|why)\b")
 KINDS = {"who": "a person", "when": "a date or time", "where": "a place", "how many": "a number"}
+_FIRST_WORDS = {
+    "The",
+    "A",
+    "An",
+    "In",
+    "On",
+    "At",
+    "It",
+    "He",
+    "She",
+    "They",
+    "This",
+    "That",
+    "These",
+    "As",
+    "By",
+    "For",
+    "After",
+}
+"""Words that begin a sentence, and no name."""
 _WRONG = 3
 _TRIES = 500
 
@@ -49,6 +70,34 @@ def passages(source: Sequence[Passage], count: int, rng: random.Random) -> list[
             question = passage.question.strip().removesuffix("?") + "?"
             lines.append({"state": text, "questions": [{"choice": question, "options": options}], "answers": [right]})
     return lines
+
+
+def hard(source: Sequence[Passage], count: int, rng: random.Random) -> list[dict[str, Any]]:
+    """Return lines as `passages` does, with wrong answers from the same passage."""
+    lines: list[dict[str, Any]] = []
+    for passage in rng.sample(source, len(source)):
+        text, right = passage.text, passage.answers[0]
+        if len(lines) == count or not 20 <= len(text.split()) <= 75 or len(right.split()) > 5 or not _holds(text, right):
+            continue
+        words, size, options = text.split(), len(right.split()), [right]
+        spans = [" ".join(words[at : at + size]).strip(".,;:()\"'") for at in range(len(words) - size + 1)]
+        for other in rng.sample(spans, len(spans)):
+            far = not any(_near(other, known) for known in [*options, *passage.answers])
+            if len(options) <= _WRONG and other and far and "words" != _form(other) == _form(right):
+                options.append(other)
+        if len(options) > _WRONG:
+            rng.shuffle(options)
+            question = passage.question.strip().removesuffix("?") + "?"
+            lines.append({"state": text, "questions": [{"choice": question, "options": options}], "answers": [right]})
+    return lines
+
+
+def _form(text: str) -> str:
+    """Return the kind of an answer: numbers, names or other words."""
+    words = text.split()
+    if any(map(str.isdigit, text)):
+        return "number"
+    return "name" if all(word[0].isupper() for word in words) and text not in _FIRST_WORDS else "words"
 
 
 def kinds(source: Sequence[Passage], count: int, rng: random.Random) -> list[dict[str, Any]]:
@@ -81,7 +130,7 @@ def _near(one: str, other: str) -> bool:
     return _holds(one, other) or _holds(other, one)
 
 
-SETS = {"passage": passages, "kind": kinds}
+SETS = {"passage": passages, "hard": hard, "kind": kinds}
 
 
 def main() -> None:

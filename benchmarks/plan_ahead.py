@@ -35,10 +35,10 @@ class Device:
         self._fetch, self._known = runner._fetch, dict[Any, Any]()
         runner._step, runner._gather, runner._sample, runner._fetch = self.step, self.gather, self.sample, self.fetch
 
-    def step(self, params: Any, caches: Any, token_ids: Any, *inputs: Any, **static: Any) -> Any:
+    def step(self, params: Any, caches: Any, stacks: Any, token_ids: Any, *inputs: Any, **static: Any) -> Any:
         """Return the values of the first step of this size, and the pool as it is."""
         if len(token_ids) not in self._known:
-            *self._known[len(token_ids)], caches = self._step(params, caches, token_ids, *inputs, **static)
+            *self._known[len(token_ids)], caches = self._step(params, caches, stacks, token_ids, *inputs, **static)
         self._sent = time.perf_counter()
         return *self._known[len(token_ids)], caches
 

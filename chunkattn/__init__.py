@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from chunkattn.logs import hide_pytorch_advice  # starts its clock before the slow imports
 
 if TYPE_CHECKING:
+    from chunkattn.adapter_salt import LoRARequest
     from chunkattn.async_llm import AsyncLLM
     from chunkattn.backends import AttentionBackend, chunk_attention, register_backend
     from chunkattn.calls.rerank_template import RerankTemplate
@@ -44,6 +45,7 @@ hide_pytorch_advice()  # before any module imports transformers
 
 # Public names of each module, imported at first use: tools that need no JAX start without it.
 _NAMES = {
+    "adapter_salt": "LoRARequest",
     "async_llm": "AsyncLLM",
     "backends": "AttentionBackend chunk_attention register_backend",
     "calls.rerank_template": "RerankTemplate",
@@ -74,6 +76,7 @@ __all__ = [
     "Focus",
     "FocusOutput",
     "Level",
+    "LoRARequest",
     "Logprob",
     "Option",
     "Predicate",

@@ -6,8 +6,9 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack, overload
 
-from chunkattn.calls.decide import DecideOptions, decide_call
-from chunkattn.calls.generate import GenerateJob, generate_job
+from chunkattn.adapter_salt import LoRARequest
+from chunkattn.calls.decide import DecideOptions, decide_call, method_job
+from chunkattn.calls.generate import GenerateJob, generate_job, with_adapters
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
@@ -51,6 +52,19 @@ class AsyncLLM(AsyncRunner):
         ConfigError: an option is unknown or invalid.
     """
 
+    @property
+    def decide_method(self) -> str | None:
+        """Return the method of decisions by default; None before the model has been asked (see `find_decide_method`)."""
+        return None if self._frontend is None else self._frontend.decide_method
+
+    async def find_decide_method(self) -> str:
+        """Return the method of decisions by default, and ask the model if no earlier start has.
+
+        Raises:
+            ChunkAttnError: as `run`.
+        """
+        return await self.run(partial(method_job, self.frontend))
+
     # Generation
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -66,6 +80,7 @@ class AsyncLLM(AsyncRunner):
         chunk_aware: bool | None = None,
         focus: FocusLike | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         timeout: float | None = None,
         final_only: bool = False,
@@ -83,6 +98,7 @@ class AsyncLLM(AsyncRunner):
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: see `LLM.generate`; a `ParsedPrompt` has its own instead.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
+            lora_request: adapter of the request; see `LLM.generate`.
             priority: rank in the queue; lower goes first.
             timeout: seconds after which the request is aborted.
             final_only: yield only the last output. After `abort`, this output may lack tokens.
@@ -102,9 +118,22 @@ class AsyncLLM(AsyncRunner):
             if isinstance(prompt, ParsedPrompt) and focus is not None:
                 raise RequestError("a ParsedPrompt has a focus of its own; leave focus out", param="focus")
             parsed = [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware, focus)
-            return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
+            return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)
 
-        return self._generate(make, request_id, timeout, snapshots)
+        return self._generate(make, request_id, timeout, snapshots, lora_request)
+
+    def _job(
+        self,
+        parsed: list[ParsedPrompt],
+        params: SamplingParams | None,
+        priority: int,
+        cache_salt: str | None,
+        lora_request: LoRARequest | None,
+        *,
+        final_only: bool,
+    ) -> GenerateJob:
+        adapted = with_adapters(parsed, lora_request, cache_salt)
+        return generate_job(self.frontend, adapted, params, priority, final_only=final_only)
 
     def chat(
         self,
@@ -115,6 +144,7 @@ class AsyncLLM(AsyncRunner):
         focus: FocusLike | None = None,
         request_id: str | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
         priority: int = 0,
         timeout: float | None = None,
         final_only: bool = False,
@@ -133,6 +163,7 @@ class AsyncLLM(AsyncRunner):
             focus: see `LLM.generate`; needs documents.
             request_id: see `generate`.
             cache_salt: see `generate`.
+            lora_request: see `generate`.
             priority: see `generate`.
             timeout: see `generate`.
             final_only: see `generate`.
@@ -152,9 +183,9 @@ class AsyncLLM(AsyncRunner):
         def make() -> GenerateJob:
             options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
             parsed = self.frontend.parse_chat([as_list(messages, "messages")], documents, options, focus)
-            return generate_job(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt, final_only=final_only)
+            return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)
 
-        return self._generate(make, request_id, timeout, snapshots)
+        return self._generate(make, request_id, timeout, snapshots, lora_request)
 
     # Scoring
 
@@ -199,6 +230,7 @@ class AsyncLLM(AsyncRunner):
             RequestError: the query, items or labels are malformed. The error comes before any request is sent.
             ChunkAttnError: as `generate`.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(score_call, self.frontend, query, items, **options), timeout)
 
     @list_options(RerankOptions, rerank_call)
@@ -225,6 +257,7 @@ class AsyncLLM(AsyncRunner):
                 sent.
             ChunkAttnError: as `generate`.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(rerank_call, self.frontend, query, documents, top_n, **options), timeout)
 
     @overload
@@ -278,6 +311,7 @@ class AsyncLLM(AsyncRunner):
             RequestError: as `LLM.decide`. The error comes before any request is sent.
             ChunkAttnError: as `generate`.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(decide_call, self.frontend, state, questions, **options), timeout)
 
     # The cache
@@ -304,6 +338,7 @@ class AsyncLLM(AsyncRunner):
             CapacityError: `pin` is set and the documents do not all fit. No block of the call stays pinned.
             ChunkAttnError: as `generate`.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(precompute_job, self.frontend, prefix, documents, **options), timeout)
 
     @list_options(LookupOptions, precompute_job)
@@ -320,6 +355,7 @@ class AsyncLLM(AsyncRunner):
             QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(precompute_job, self.frontend, prefix, documents, forget=False, **options))
 
     @list_options(LookupOptions, precompute_job)
@@ -339,6 +375,7 @@ class AsyncLLM(AsyncRunner):
             QueueFullError: `max_queued_requests` calls are under way already.
             EngineDeadError: the engine is not ready, or dies.
         """
+        await self._load(options.get("lora_request"))
         return await self.run(partial(precompute_job, self.frontend, prefix, documents, forget=True, **options))
 
     async def unpin(self, report: CacheReport) -> None:

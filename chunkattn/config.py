@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from chunkattn.adapter_salt import folders_of
 from chunkattn.calibration import Calibration, calibration_of, checked
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.options import options_of, take_paths
@@ -26,6 +27,7 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "weights": ("auto", "packed", "dequantized"),
     "activations": ("int16", "int8"),
     "quantization": (None, "int8"),
+    "decide_method": ("auto", "letters", "likelihood", "separate", "head"),
     "kv_cache_dtype": KV_CACHE_DTYPES,
 }
 """Values of the options that have few."""
@@ -61,6 +63,13 @@ class EngineConfig:
         activations: integers that the rows become in products with packed weights: `"int16"`, or `"int8"`, which is faster for
             many rows and less exact.
         quantization: `"int8"` rounds the matrices of an unquantised checkpoint to packed blocks of 8 bits at the load, on CPUs.
+        adapter: folder or hub id of a LoRA adapter that PEFT saved; the load adds its products to the weights in float32,
+            and rounds the sums once. The matrices that it touches are not read as packed blocks.
+        lora_modules: adapters that requests choose by name, each `name=folder`, with a folder or hub id; servers take the name
+            as `model`.
+        enable_lora: let calls bring adapters of their own (`lora_request`). Every matrix then has room for factors.
+        max_loras: adapters that the engine holds at once with `enable_lora`, those of `lora_modules` included.
+        max_lora_rank: largest rank of an adapter that requests choose; smaller ones take as much memory and time.
         attention_backend: name of a registered attention backend: `"cpu"`, `"pallas_gpu"`, `"pallas_tpu"`, `"xla"`,
             `"reference"` or another one; `"auto"` chooses by platform, and compares a kernel for GPUs or TPUs with `xla` first.
         max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.
@@ -101,6 +110,8 @@ class EngineConfig:
         max_chunk_len: limit on the tokens of one chunk.
         max_chunks_per_prompt: limit on the chunks of one prompt, including empty chunks.
         score_algorithm: default algorithm of scoring requests; `"auto"` takes the algorithm predicted to be cheapest.
+        decide_method: default method of decisions: `"letters"`, `"likelihood"` or `"separate"`; `"auto"` asks the model
+            built-in questions once, at a server's start or before the first decision, and keeps the verdict for later starts.
         max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of
             one precompute call.
         max_tokens_per_call: limit on the tokens that the engine computes for one call. Generation counts the prompts and
@@ -144,6 +155,11 @@ class EngineConfig:
     weights: str = "auto"
     activations: str = "int16"
     quantization: str | None = None
+    adapter: str | None = None
+    lora_modules: tuple[str, ...] = ()
+    enable_lora: bool = False
+    max_loras: int = 1
+    max_lora_rank: int = 16
     attention_backend: str = "auto"
     max_logprobs: int = 20
     seed: int = 0
@@ -169,6 +185,7 @@ class EngineConfig:
     max_chunk_len: int = 8192
     max_chunks_per_prompt: int = 4096
     score_algorithm: str = "auto"
+    decide_method: str = "auto"
     max_items_per_request: int = 10_000
     max_tokens_per_call: int = 1 << 26
     max_num_seqs: int = 64
@@ -190,7 +207,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         take_paths(self)
-        for name in ("model", "tokenizer", "kv_store", "generation_config", "group_secret_file"):
+        if isinstance(self.lora_modules, list):
+            object.__setattr__(self, "lora_modules", tuple(self.lora_modules))
+        for name in ("model", "tokenizer", "adapter", "kv_store", "generation_config", "group_secret_file"):
             if getattr(self, name) == "":
                 raise ConfigError(f"{name} must not be empty; leave it out instead")
         for option in options_of(type(self)).values():
@@ -214,6 +233,7 @@ class EngineConfig:
                 "a step could not advance every running sequence"
             )
         _check_hosts(self)
+        folders_of(self.lora_modules)
         if self.block_size is not None and self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two, got {self.block_size}")
         if self.document_template is not None:
@@ -224,6 +244,11 @@ class EngineConfig:
             raise ConfigError(f"max_decode_gap_s must be above 0, got {self.max_decode_gap_s}")
         if not 1 <= self.engine_hang_timeout_s < float("inf"):  # NaN compares false
             raise ConfigError(f"engine_hang_timeout_s must be a number of at least 1, got {self.engine_hang_timeout_s}")
+
+    @property
+    def lora_names(self) -> tuple[str, ...]:
+        """Return the names of `lora_modules`."""
+        return tuple(folders_of(self.lora_modules))
 
     @property
     def calibration(self) -> Calibration:
@@ -258,6 +283,8 @@ def _check_hosts(config: EngineConfig) -> None:
             f"tensor_parallel_size={size} is no multiple of num_hosts={hosts}; it counts the devices of all hosts, "
             "an equal number on each"
         )
+    if config.lora_modules or config.enable_lora:
+        raise ConfigError(f"adapters by request are not supported with num_hosts={hosts}; merge one at the load (adapter=)")
     if config.kv_store is not None:
         raise ConfigError(f"kv_store is not supported with num_hosts={hosts}: each host holds only a part of the K/V")
 

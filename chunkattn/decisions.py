@@ -53,7 +53,7 @@ class Predicate:
 
 @dataclass(frozen=True)
 class Choice:
-    """Question whose answer is one of 2 to 255 options. The order of the options changes no answer.
+    """Question whose answer is one of 2 to 255 options. Their order changes no answer, unless a trained head reads them.
 
     Attributes:
         text: the question.
@@ -111,9 +111,9 @@ class ChoiceAnswer:
         probabilities: probability of each option, in the caller's order. The sum is 1.
         label_mass: sum of the labels' probabilities before they are normalised. For `likelihood`, the sum of the texts'
             probabilities, which may exceed 1 where one text begins another: then it is no probability. For `separate`,
-            P(yes) + P(no) of the option where this sum is smallest.
-        method: method by which the question was asked: `letters`, `likelihood` or `separate`. With more options than letters,
-            `letters` becomes `likelihood`.
+            P(yes) + P(no) of the option where this sum is smallest. For a trained head, 1.
+        method: method by which the question was asked: `letters`, `likelihood`, `separate` or `head`. With more options than
+            letters, `letters` becomes `likelihood`.
     """
 
     name: str | None
@@ -155,7 +155,7 @@ class DecisionOutput:
     Attributes:
         answers: one answer per question, in order.
         usage: token counts; the state counts once.
-        method: method that the call asked for. An answer names its own.
+        method: method that was taken, never `auto`. An answer names its own.
     """
 
     answers: list[Answer]

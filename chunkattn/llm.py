@@ -10,9 +10,10 @@ from typing import Any, TypeVar, Unpack, overload
 
 from tqdm import tqdm
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.decide import DecideOptions, decide_call
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.generate import generate_batch
+from chunkattn.calls.generate import generate_batch, with_adapters
 from chunkattn.calls.job import Ask, Job, LookUp, answer, drive
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
@@ -25,6 +26,7 @@ from chunkattn.focus import FocusLike
 from chunkattn.models.loader import open_files
 from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
+from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import chat_options
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 from chunkattn.parsers.states import State, States
@@ -98,6 +100,7 @@ class LLM:
         chunk_aware: bool | None = None,
         focus: FocusLike | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
@@ -110,6 +113,8 @@ class LLM:
             focus: number of documents that each prompt chooses by its question, or a `chunkattn.focus.Focus`; for prompts that
                 have none of their own. None shows all documents alike.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
+            lora_request: adapter of all prompts, or a list with one or None each. An adapter that `lora_modules` does not name
+                is loaded first, which needs `enable_lora`. Adapters share no cached blocks.
             priority: one priority for all prompts, or one each; lower goes first.
             use_tqdm: show a progress bar on calls of more than 8 prompts when stderr is a terminal.
 
@@ -121,8 +126,8 @@ class LLM:
                 any prompt runs.
             EngineError: a step failed.
         """
-        parsed = self.frontend.parse(prompts, chunk_aware, focus)
-        return self.run(generate_batch(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
+        parsed = self._adapted(self.frontend.parse(prompts, chunk_aware, focus), lora_request, cache_salt)
+        return self.run(generate_batch(self.frontend, parsed, sampling_params, priority), use_tqdm)
 
     def chat(
         self,
@@ -132,6 +137,7 @@ class LLM:
         documents: Sequence[str | Sequence[int]] | None = None,
         focus: FocusLike | None = None,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
         use_tqdm: bool = True,
         chat_template: str | None = None,
@@ -149,6 +155,7 @@ class LLM:
                 question.
             focus: see `generate`; needs documents.
             cache_salt: see `generate`.
+            lora_request: see `generate`.
             priority: see `generate`.
             use_tqdm: see `generate`.
             chat_template: chat template in place of the tokenizer's own: a file, or the template itself.
@@ -164,8 +171,22 @@ class LLM:
             EngineError: a step failed.
         """
         options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
-        parsed = self.frontend.parse_chat(messages, documents, options, focus)
-        return self.run(generate_batch(self.frontend, parsed, sampling_params, priority, cache_salt=cache_salt), use_tqdm)
+        parsed = self._adapted(self.frontend.parse_chat(messages, documents, options, focus), lora_request, cache_salt)
+        return self.run(generate_batch(self.frontend, parsed, sampling_params, priority), use_tqdm)
+
+    def _adapted(self, prompts: list[ParsedPrompt], requests: Any, cache_salt: str | None) -> list[ParsedPrompt]:
+        """Return prompts whose salts name their adapters, which are loaded."""
+        adapted = with_adapters(prompts, requests, cache_salt)
+        for request in requests if isinstance(requests, list) else [requests]:
+            self._load(request)
+        return adapted
+
+    def _load(self, request: Any) -> None:
+        """Load the adapter of a call, if the call brings one."""
+        salt_for(request, None)
+        if request is not None and request.lora_path:
+            with self._lock:
+                self.core.load_adapter(request.lora_name, request.lora_path)
 
     # The cache
 
@@ -192,6 +213,7 @@ class LLM:
                 stays pinned.
             EngineError: a step failed.
         """
+        self._load(options.get("lora_request"))
         return self.run(precompute_job(self.frontend, prefix, documents, **options), use_tqdm)
 
     @list_options(LookupOptions, precompute_job)
@@ -206,6 +228,7 @@ class LLM:
         Raises:
             RequestError: as `precompute`.
         """
+        self._load(options.get("lora_request"))
         return self.run(precompute_job(self.frontend, prefix, documents, forget=False, **options), False)
 
     @list_options(LookupOptions, precompute_job)
@@ -225,6 +248,7 @@ class LLM:
         Raises:
             RequestError: as `precompute`.
         """
+        self._load(options.get("lora_request"))
         return self.run(precompute_job(self.frontend, prefix, documents, forget=True, **options), False)
 
     def unpin(self, report: CacheReport) -> None:
@@ -293,6 +317,7 @@ class LLM:
             RequestError: the query, items or labels are malformed. The error comes before any item is scored.
             EngineError: a step failed.
         """
+        self._load(options.get("lora_request"))
         return self.run(score_call(self.frontend, query, items, **options), use_tqdm)
 
     @list_options(RerankOptions, rerank_call)
@@ -326,6 +351,7 @@ class LLM:
                 scored.
             EngineError: a step failed.
         """
+        self._load(options.get("lora_request"))
         return self.run(rerank_call(self.frontend, query, documents, top_n, **options), use_tqdm)
 
     @overload
@@ -392,6 +418,7 @@ class LLM:
             CapacityError: a state or a question is too long, or the states exceed `max_tokens_per_call`.
             EngineError: a step failed.
         """
+        self._load(options.get("lora_request"))
         return self.run(decide_call(self.frontend, state, questions, **options), use_tqdm)
 
     # The engine's loop

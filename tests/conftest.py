@@ -105,7 +105,7 @@ def engine(checkpoint):
 @pytest.fixture(scope="session")
 def demo() -> LLM:
     """The bundled demo model."""
-    return LLM(enable_chunk_aware=True, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=512)
+    return LLM(enable_chunk_aware=True, kv_cache_memory_bytes=32 << 20, max_num_batched_tokens=512, decide_method="letters")
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,13 @@ SHAPE = {
     "max_position_embeddings": 512,
     "initializer_range": 0.15,
 }
-CHAT_OPTIONS = {"kv_cache_memory_bytes": 16 << 20, "max_num_batched_tokens": 256, "max_num_seqs": 16, "warmup": False}
+CHAT_OPTIONS = {
+    "kv_cache_memory_bytes": 16 << 20,
+    "max_num_batched_tokens": 256,
+    "max_num_seqs": 16,
+    "warmup": False,
+    "decide_method": "letters",
+}
 """Options of the engine of `chat_folder`."""
 
 

@@ -14,7 +14,13 @@ import httpx
 from tests.patience import PATIENCE_S
 
 CACHE = Path(__file__).parent.parent / ".cache" / "jax"
-SMALL = ("--enable-chunk-aware", "--max-num-batched-tokens=512", f"--kv-cache-memory-bytes={32 << 20}", "--no-warmup")
+SMALL = (
+    "--enable-chunk-aware",
+    "--max-num-batched-tokens=512",
+    f"--kv-cache-memory-bytes={32 << 20}",
+    "--no-warmup",
+    "--decide-method=letters",
+)
 
 
 class ServerProcess:

@@ -63,6 +63,8 @@ class ScoreInputs:
         labels: token ids of each item's labels; empty for a classifier, or where they do not matter.
         reads: number of each item's last tokens that are read. An item of one is read for all of its labels; an item of several
             has one label for each token in order. Empty reads one token of each item.
+        backs: tokens of each item that are read, counted from its end, the last being 1, in descending order; instead of
+            `reads`. Empty for none.
         names: the caller's names of query and items.
         documents: documents between `before` and every item; None for none.
         item_first: whether the caller's item comes first. Then `before` is that item, and `items` holds the query alone.
@@ -90,6 +92,7 @@ class ScoreInputs:
     max_extend_tokens: int = 1 << 31
     block_size: int = 16
     items_on_pages: bool = False
+    backs: Sequence[tuple[int, ...]] = ()
 
     def packs(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ranges of items of these lengths that are packed behind the query, see `groups`."""
@@ -117,7 +120,19 @@ class ScoreInputs:
         Args:
             place: place of the item in `items`.
         """
+        if self.backs:
+            return len(self.backs[place])
         return self.reads[place] if self.reads else 1
+
+    def rows_of(self, place: int, end: int) -> list[int]:
+        """Return the ascending indices of the tokens that are read of an item.
+
+        Args:
+            place: place of the item in `items`.
+            end: index behind the item's last token.
+        """
+        backs = self.backs[place] if self.backs else range(self.reads_of(place), 0, -1)
+        return [end - back for back in backs]
 
     def tokens(self) -> dict[str, int]:
         """Return the number of tokens that each algorithm computes, by name."""
@@ -152,8 +167,8 @@ def serial(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     """
     for place in places:
         item = call.items[place]
-        reads, end = call.reads_of(place), call.query_len + len(item)
-        yield make_layout(call.before, [], item), np.arange(end - reads, end), [place] * reads
+        rows = call.rows_of(place, call.query_len + len(item))
+        yield make_layout(call.before, [], item), np.asarray(rows), [place] * len(rows)
 
 
 def packed_segment(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
@@ -192,9 +207,9 @@ def _packs(
         layout = make_layout(call.before, [call.items[place] for place in packed], [], "shared")
         rows, owners = list[int](), list[int]()
         for place, segment in zip(packed, layout.segments[1:-1], strict=True):
-            end, reads = segment.end if segment.end > segment.start else layout.prefix_len, call.reads_of(place)
-            rows += range(end - reads, end)
-            owners += [place] * reads
+            read = call.rows_of(place, segment.end if segment.end > segment.start else layout.prefix_len)
+            rows += read
+            owners += [place] * len(read)
         order = np.argsort(rows, kind="stable")
         yield layout, np.asarray(rows)[order], [owners[number] for number in order]
 
@@ -203,8 +218,9 @@ def extend_documents(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]
     """Yield every item as a sequence of its own behind prefix, documents and state, which the cache holds."""
     assert call.documents is not None
     for place in places:
-        layout, reads = call.documents.layout(call.before, call.items[place]), call.reads_of(place)
-        yield layout, np.arange(len(layout) - reads, len(layout)), [place] * reads
+        layout = call.documents.layout(call.before, call.items[place])
+        rows = call.rows_of(place, len(layout))
+        yield layout, np.asarray(rows), [place] * len(rows)
 
 
 ALGORITHMS: dict[str, Callable[[ScoreInputs, Sequence[int]], Iterator[Pack]]] = {

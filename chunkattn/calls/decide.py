@@ -9,15 +9,19 @@ from typing import Any, Literal, TypedDict
 
 import numpy as np
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calibration import LabelScale
+from chunkattn.calls.decide_head import head_call
 from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
-from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask
+from chunkattn.calls.decide_method import MethodFirst, MethodJob
+from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask, check_names
+from chunkattn.calls.decide_verdict import AUTO, HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
-from chunkattn.calls.score import ScoreJob
+from chunkattn.calls.score import ScoreJob, total_usage
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
-from chunkattn.outputs import ScoreOutput, ScoreUsage
+from chunkattn.outputs import ScoreOutput
 from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.states import State, States, list_states, read_state
 
@@ -35,9 +39,12 @@ class DecideOptions(TypedDict, total=False):
             and every question see all of them. Documents in the cache behind the same beginning of the chat template (see
             `LLM.chat`) are not computed again, in any order; None or an empty list for none.
         system: content of a system message before the documents or the state; None for no such message.
-        method: `"letters"` lists the options under letters, or levels under numbers, and reads the letters' probabilities. A
+        method: `"auto"` is `"head"` for a decision model. For others it is `"letters"` or `"likelihood"`, whichever answers the
+            built-in questions better (see `EngineConfig.decide_method`).
+            `"letters"` lists the options under letters, or levels under numbers, and reads the letters' probabilities. A
             question with more options than there are letters is asked by `"likelihood"`.
             `"likelihood"` reads the probability of each option's own text as the answer; descriptions are not read.
+            `"head"` asks by the prompt and the head of a decision model, options in the caller's order.
             `"separate"` asks for each option alone whether it is right, and normalises the odds. All ask a predicate by yes or
             no.
         calibrate: divide the probability of each label by its probability behind the state "N/A", without documents, before
@@ -45,6 +52,7 @@ class DecideOptions(TypedDict, total=False):
             stays as it is. `"fitted"` applies the calibration of labels in the calibration file instead (see
             `chunkattn calibrate`), with `"likelihood"` after that division.
         cache_salt: see `LLM.generate`.
+        lora_request: see `LLM.generate`; one adapter for the call.
         priority: see `LLM.generate`; one value for the call.
         chat_template_kwargs: variables of the chat template. `enable_thinking` and `thinking` default to False.
     """
@@ -54,6 +62,7 @@ class DecideOptions(TypedDict, total=False):
     method: str
     calibrate: bool | Literal["fitted"]
     cache_salt: str | None
+    lora_request: LoRARequest | None
     priority: int
     chat_template_kwargs: Mapping[str, Any] | None
 
@@ -65,9 +74,10 @@ def decide_call(
     *,
     documents: Sequence[str | Sequence[int]] | None = None,
     system: str | None = None,
-    method: str = "letters",
+    method: str = AUTO,
     calibrate: bool | Literal["fitted"] = False,
     cache_salt: str | None = None,
+    lora_request: LoRARequest | None = None,
     priority: int = 0,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Job[DecisionOutput | list[DecisionOutput]]:
@@ -80,11 +90,40 @@ def decide_call(
             a list of states the message names the state.
         CapacityError: the state or a question is too long, or the call would compute more than `max_tokens_per_call`.
     """
-    limits = frontend.limits
+    options = DecideOptions(
+        documents=documents,
+        system=system,
+        calibrate=calibrate,
+        cache_salt=salt_for(lora_request, cache_salt),
+        priority=priority,
+        chat_template_kwargs=chat_template_kwargs,
+    )
+    by = partial(_decide_by, frontend, state, questions, options)
+    known = frontend.decide_method if method == AUTO else method
+    return MethodFirst(method_job(frontend), by) if known is None else by(known)
+
+
+def method_job(frontend: Frontend) -> MethodJob:
+    """Return the job that finds the method of decisions by default.
+
+    Args:
+        frontend: frontend of the engine.
+    """
+    return MethodJob(frontend, lambda probe, method: decide_call(frontend, probe.state, probe.questions, method=method))
+
+
+def _decide_by(
+    frontend: Frontend, state: State | States, questions: Sequence[Question], options: DecideOptions, method: str
+) -> Job[Any]:
+    """Return the call by a method; see `decide_call`."""
+    if method == HEAD:
+        return head_call(frontend, state, questions, options)
+    frontend.check_language_head("method")
+    limits, calibrate, system, cache_salt = frontend.limits, options["calibrate"], options["system"], options["cache_salt"]
     if limits.num_labels is not None:
         raise RequestError("this checkpoint is a sequence classifier and answers no questions; score it", param="questions")
     if method not in METHODS:
-        raise RequestError(f"method must be one of {', '.join(METHODS)}, got {shown(method)}", param="method")
+        raise RequestError(f"method must be one of {', '.join((AUTO, *METHODS, HEAD))}, got {shown(method)}", param="method")
     if not isinstance(calibrate, bool) and calibrate != FITTED:
         raise RequestError(f"calibrate must be True, False or {FITTED!r}, got {shown(calibrate)}", param="calibrate")
     scales = frontend.label_scales if calibrate == FITTED else {}
@@ -98,13 +137,13 @@ def decide_call(
     if not listed:
         raise RequestError("questions are empty", param="questions")
     limits.check_count(len(listed), "questions", "questions")
-    chunks = [] if documents is None else read_documents(frontend, documents)
-    labels = frontend.answer_labels(system, chat_template_kwargs)
+    chunks = [] if options["documents"] is None else read_documents(frontend, options["documents"])
+    labels = frontend.answer_labels(system, options["chat_template_kwargs"])
     template = labels.template
     parts = [f"question {number}" for number in range(len(listed))]
     asked = [ask(question, method, labels, part) for question, part in zip(listed, parts, strict=True)]
-    _check_names(asked)
-    (rank,) = check_priorities(priority, 1)
+    check_names(listed)
+    (rank,) = check_priorities(options["priority"], 1)
     items = QuestionItems(frontend, template, asked, parts, chunks, cache_salt=cache_salt, priority=rank)
     finish = partial(_decisions, asked, method, scales)
     divided = [calibrate is True or (calibrate == FITTED and question.kind == "likelihood") for question in asked]
@@ -153,19 +192,4 @@ def _decisions(
         is_divided = empty_rows and (not scales or question.kind == "likelihood")
         empty = [next(empty_rows[0]) for _ in question.items] if is_divided else None
         answers.append(question.answer(item_rows, empty, scales.get(question.kind)))
-    usages = [output.usage for output in outputs]
-    usage = ScoreUsage(
-        sum(usage.prompt_tokens for usage in usages),
-        sum(usage.computed_tokens for usage in usages),
-        sum(usage.cached_tokens for usage in usages),
-    )
-    return DecisionOutput(answers, usage, method)
-
-
-def _check_names(asked: Sequence[AskedQuestion]) -> None:
-    seen = set[str]()
-    for number, entry in enumerate(asked):
-        if (name := entry.question.name) is not None and name in seen:
-            raise RequestError(f": the name {name!r} is used before", param="questions", part=f"question {number}")
-        if name is not None:
-            seen.add(name)
+    return DecisionOutput(answers, total_usage(outputs), method)

@@ -126,21 +126,7 @@ class AskedQuestion:
             scores = scale.apply(scores, self.names)
         normalised = np.asarray(softmax(scores))
         mass = float(np.exp(logsumexp(logs, axis=0 if self.texts else 1)).min())
-        question = self.question
-        if isinstance(question, Predicate):
-            return PredicateAnswer(question.name, float(normalised[0]), mass)
-        probabilities = [0.0] * len(normalised)
-        for place, value in zip(self.order, normalised.tolist(), strict=True):
-            probabilities[place] = value
-        if isinstance(question, Rating):
-            levels = [level_of(level).label for level in question.levels]
-            score = float(np.arange(len(normalised)) @ np.asarray(probabilities))
-            shares = dict(zip(levels, probabilities, strict=True))
-            return RatingAnswer(question.name, score, confidence(normalised), shares, mass, self.method)
-        options = [option_of(option).value for option in question.options]
-        best = options[self.order[int(normalised.argmax())]]
-        chances = dict(zip(options, probabilities, strict=True))
-        return ChoiceAnswer(question.name, best, confidence(normalised), chances, mass, self.method)
+        return answered(self.question, normalised, self.order, mass, self.method)
 
     def _logs(self, rows: Sequence[Sequence[float]]) -> Float64[np.ndarray, "I L"]:
         """Return the log-probability of each label after each item, over all its spellings, or of each item's text."""
@@ -148,6 +134,32 @@ class AskedQuestion:
             return np.asarray([[np.sum(np.asarray(row, np.float64))] for row in rows])
         ends = np.cumsum([len(ids) for ids in self.labels])[:-1]
         return np.asarray([[logsumexp(part) for part in np.split(np.asarray(row, np.float64), ends)] for row in rows])
+
+
+def answered(question: Question, shares: Float64[np.ndarray, " N"], order: Sequence[int], mass: float, method: str) -> Answer:
+    """Return the answer to a question.
+
+    Args:
+        question: the question.
+        shares: probabilities whose sum is 1; of a predicate, those of yes and no.
+        order: place of each probability in the caller's options or levels.
+        mass: label mass.
+        method: method by which the question was asked.
+    """
+    if isinstance(question, Predicate):
+        return PredicateAnswer(question.name, float(shares[0]), mass)
+    probabilities = [0.0] * len(shares)
+    for place, value in zip(order, shares.tolist(), strict=True):
+        probabilities[place] = value
+    if isinstance(question, Rating):
+        levels = [level_of(level).label for level in question.levels]
+        score = float(np.arange(len(shares)) @ np.asarray(probabilities))
+        named = dict(zip(levels, probabilities, strict=True))
+        return RatingAnswer(question.name, score, confidence(shares), named, mass, method)
+    options = [option_of(option).value for option in question.options]
+    best = options[order[int(shares.argmax())]]
+    chances = dict(zip(options, probabilities, strict=True))
+    return ChoiceAnswer(question.name, best, confidence(shares), chances, mass, method)
 
 
 def confidence(probabilities: Float64[np.ndarray, " N"]) -> float:
@@ -172,11 +184,7 @@ def ask(question: Any, method: str, labels: AnswerLabels, part: str) -> AskedQue
     Raises:
         RequestError: the question is malformed, or its labels are not one token each.
     """
-    if not isinstance(question, (Predicate, Choice, Rating)):
-        raise _error(f" must be a Predicate, a Choice or a Rating, got {type(question).__name__}", part)
-    _check_text(question.text, "text", part)
-    if question.name is not None:
-        _check_text(question.name, "name", part)
+    check_question(question, part)
     if isinstance(question, Predicate):
         return _ask_predicate(question, labels, part)
     shown = _shown(question, part)
@@ -190,6 +198,46 @@ def ask(question: Any, method: str, labels: AnswerLabels, part: str) -> AskedQue
     if method == "separate":
         return _ask_separately(question, shown, order, labels, part)
     return _ask_letters(question, shown, order, labels)
+
+
+def check_question(question: Any, part: str) -> None:
+    """Check a question, whatever method asks it.
+
+    Args:
+        question: argument of the caller.
+        part: name of the question, for error messages.
+
+    Raises:
+        RequestError: the question is malformed.
+    """
+    if not isinstance(question, (Predicate, Choice, Rating)):
+        raise _error(f" must be a Predicate, a Choice or a Rating, got {type(question).__name__}", part)
+    _check_text(question.text, "text", part)
+    if question.name is not None:
+        _check_text(question.name, "name", part)
+    if not isinstance(question, Predicate):
+        _shown(question, part)
+        return
+    for word in ("yes", "no"):
+        if (description := getattr(question, word)) is not None:
+            _check_text(description, word, part)
+
+
+def check_names(questions: Sequence[Question]) -> None:
+    """Check that no two questions of a call have one name.
+
+    Args:
+        questions: checked questions.
+
+    Raises:
+        RequestError: a name is there twice.
+    """
+    seen = set[str]()
+    for number, question in enumerate(questions):
+        if question.name is not None and question.name in seen:
+            raise _error(f": the name {question.name!r} is used before", f"question {number}")
+        if question.name is not None:
+            seen.add(question.name)
 
 
 def option_of(option: str | bool | Option) -> Option:
@@ -206,7 +254,6 @@ def _ask_predicate(question: Predicate, labels: AnswerLabels, part: str) -> Aske
     pieces = ["Is this true? ", question.text]
     for word in ("yes", "no"):
         if (description := getattr(question, word)) is not None:
-            _check_text(description, word, part)
             pieces += [f"\n{word}: ", _line(description)]
     return AskedQuestion(question, [[*pieces, "\nAnswer yes or no only."]], _yes_no(labels, part), [0, 1])
 

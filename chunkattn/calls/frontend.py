@@ -14,7 +14,9 @@ from typing import Any
 from chunkattn.calibration import label_scales_of
 from chunkattn.calls.algorithms import check_algorithm
 from chunkattn.calls.decide_questions import AnswerLabels
+from chunkattn.calls.decide_verdict import AUTO, HEAD
 from chunkattn.calls.detokenizer import token_decoder
+from chunkattn.calls.head_prompts import HeadPrompts
 from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.config import EngineConfig, SamplingParams
@@ -49,6 +51,9 @@ class Frontend:
         scores: what scoring calls leave for later ones.
         gap: positions left free between the prefix and every chunk.
         label_scales: calibration of labels by kind, from the calibration file; empty if there is none.
+        decide_method: method of decisions by default; None for `auto` before the model has been asked.
+        has_language_head: whether the logits of the vocabulary have a meaning; False for some decision models.
+        sample: function that returns bytes which differ between most checkpoints of one shape.
         limits: limits of the engine; set by `connect`.
     """
 
@@ -62,6 +67,12 @@ class Frontend:
         self.decode = token_decoder(self.tokenizer)
         self._ids, self._labels = count(), OrderedDict[str, AnswerLabels]()
         check_algorithm(config.score_algorithm)
+        self._decision, self.has_language_head = files.decision, files.has_language_head
+        by_default = None if files.decision is None else HEAD
+        self.decide_method = by_default if config.decide_method == AUTO else config.decide_method
+        if self.head_prompts is None and self.decide_method == HEAD:
+            raise ConfigError("decide_method is 'head', and this model has no head for decisions")
+        self.sample = replace(files, tokenizer=None, gguf=None).sample
         self.label_scales = label_scales_of(config.model, config.chunk_calibration, config.revision)
         self.scores = ScoreMemory(config.enable_prefix_caching)
         if config.rerank_template is not None:
@@ -89,6 +100,24 @@ class Frontend:
     def rerank_template(self) -> RerankTemplate:
         """Return the template of reranks that name none. If no trait tells of a reranker, the first use warns."""
         return default_template(self.config.rerank_template, self.reranker, self.config.model, self.parser.encode)
+
+    @cached_property
+    def head_prompts(self) -> HeadPrompts | None:
+        """Return the prompts of a decision model; None for another model."""
+        return None if self._decision is None else HeadPrompts(self._decision, self.plain)
+
+    def check_language_head(self, param: str) -> None:
+        """Check that the checkpoint has a language model's head.
+
+        Args:
+            param: argument that needs it.
+
+        Raises:
+            RequestError: the checkpoint is a decision model without one.
+        """
+        if not self.has_language_head:
+            text = "this checkpoint is a decision model without a language model's head: it answers questions by 'head' alone"
+            raise RequestError(text, param=param)
 
     @cached_property
     def plain(self) -> PlainEncoder:
@@ -187,6 +216,7 @@ class Frontend:
                 sequence classifier.
         """
         self.limits.check_generates()
+        self.check_language_head("prompt")
         parser = self.parser if add_special_tokens else self.parser.without_leading()
         return [parser.parse(prompt, chunk_aware, focus) for prompt in list_prompts(prompts)]
 
@@ -209,6 +239,7 @@ class Frontend:
             RequestError: as `parse`, or the template or an argument is malformed.
         """
         self.limits.check_generates()
+        self.check_language_head("prompt")
         options = self.template_options(template_options)
         return [self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages)]
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from chunkattn.adapter_salt import salt_for, salted, split
 from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.calls.focus_scores import check_longest, choose_documents
 from chunkattn.calls.frontend import Frontend, check_priorities
@@ -228,7 +229,7 @@ def generate_job(
             prompt.layout,
             param,
             frontend.eos_token_ids,
-            salt_key(prompt.cache_salt or salt),
+            salt_key(_salt(prompt, salt)),
             rank,
             weighing,
             prompt_only=prompt_only,
@@ -241,11 +242,37 @@ def generate_job(
     tokens = sum(len(r.layout) + (0 if prompt_only else r.sampling.n * (r.sampling.max_tokens or 1)) for r in requests)
     focus, what = None, COST
     if any(prompt.focus is not None for prompt in prompts):
-        salts, private = [prompt.cache_salt or salt for prompt in prompts], [p.skip_reading_prefix_cache for p in listed]
+        salts, private = [_salt(prompt, salt) for prompt in prompts], [p.skip_reading_prefix_cache for p in listed]
         scored, focus = choose_documents(frontend, prompts, salts, ranks, weighing, private)
         tokens, what = tokens + scored, _WITH_FOCUS
     frontend.limits.check_tokens(tokens, what, prompts[0].names.whole(prompts[0].layout) if prompts else "prompt")
     return GenerateJob(frontend, prompts, requests, tokens, focus, final_only=final_only)
+
+
+def with_adapters(prompts: Sequence[ParsedPrompt], requests: Any, cache_salt: str | None) -> list[ParsedPrompt]:
+    """Return prompts whose salts name their adapters.
+
+    Args:
+        prompts: parsed prompts.
+        requests: one `LoRARequest` or None for all prompts, or a list with one each.
+        cache_salt: salt of the prompts that have none of their own.
+
+    Raises:
+        RequestError: the list has another length, or as `salt_for`.
+    """
+    listed = requests if isinstance(requests, list) else [requests] * len(prompts)
+    if len(listed) != len(prompts):
+        raise RequestError(f"{len(listed)} lora_request for {len(prompts)} prompts", param="lora_request")
+    return [
+        replace(prompt, cache_salt=salt_for(request, prompt.cache_salt or check_salt(cache_salt)))
+        for prompt, request in zip(prompts, listed, strict=True)
+    ]
+
+
+def _salt(prompt: ParsedPrompt, salt: str | None) -> str | None:
+    """Return the salt of a prompt: its own, or that of the call; with the call's adapter, unless it names one."""
+    own = prompt.cache_salt
+    return salt if own is None else own if split(own)[0] else salted(split(salt)[0], own)
 
 
 def generate_batch(

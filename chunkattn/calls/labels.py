@@ -37,6 +37,7 @@ def read_labels(frontend: Frontend, labels: Labels | None, label_token_ids: Labe
             reason = f"this checkpoint is a sequence classifier and scores its own {classes} classes; leave {param} out"
             raise RequestError(reason, param=param)
         return lambda counts, _: [[] for _ in counts]
+    frontend.check_language_head("labels")
     if labels is None and label_token_ids is None:
         raise MissingError("give either labels or label_token_ids, e.g. labels=['yes', 'no']", param="label_token_ids")
     if labels is not None and label_token_ids is not None:

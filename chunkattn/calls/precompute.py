@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, LookUp, stages
 from chunkattn.engine.messages import CachedTokens, PrecomputeRequest
@@ -22,10 +23,12 @@ class LookupOptions(TypedDict, total=False):
 
     Attributes:
         cache_salt: see `LLM.generate`.
+        lora_request: see `LLM.generate`; one adapter for the call.
         chat_template_kwargs: the same options as in the calls of `chat`.
     """
 
     cache_salt: str | None
+    lora_request: LoRARequest | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 
@@ -36,6 +39,7 @@ class PrecomputeOptions(LookupOptions, total=False):
         pin: keep the blocks until `unpin`, even when other requests need pages.
         priority: see `LLM.generate`; one value for the call.
         cache_salt: see `LLM.generate`.
+        lora_request: see `LLM.generate`; one adapter for the call.
         chat_template_kwargs: the same options as in the later calls of `chat`.
     """
 
@@ -176,6 +180,7 @@ def precompute_job(
     pin: bool = False,
     priority: int = 0,
     cache_salt: str | None = None,
+    lora_request: LoRARequest | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     names: Names = DOCUMENT_NAMES,
     forget: bool | None = None,
@@ -191,5 +196,5 @@ def precompute_job(
     if isinstance(documents, Sequence) and not isinstance(documents, str):
         frontend.limits.check_count(len(documents), "documents", names.chunks)
     prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, frontend.template_options(chat_template_kwargs), names)
-    options: dict[str, Any] = {"cache_salt": cache_salt, "pin": pin, "priority": priority, "names": names, "forget": forget}
-    return PrecomputeJob(frontend, prefix_ids, chunks, **options)
+    options: dict[str, Any] = {"pin": pin, "priority": priority, "names": names, "forget": forget}
+    return PrecomputeJob(frontend, prefix_ids, chunks, cache_salt=salt_for(lora_request, cache_salt), **options)

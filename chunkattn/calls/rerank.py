@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.items_first import ItemsFirst
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
@@ -81,6 +82,7 @@ class RerankOptions(TypedDict, total=False):
         algorithm: see `chunkattn.calls.score_inputs.ScoreOptions`. With `"document_first"`, None and `"auto"` take
             `"prefill_extend"` where it can run, else `"serial"`, which keeps no document.
         cache_salt: see `LLM.generate`.
+        lora_request: see `LLM.generate`; one adapter for the call.
         priority: see `LLM.generate`; one value for the call.
     """
 
@@ -91,6 +93,7 @@ class RerankOptions(TypedDict, total=False):
     order: str
     algorithm: str | None
     cache_salt: str | None
+    lora_request: LoRARequest | None
     priority: int
 
 
@@ -107,6 +110,7 @@ def rerank_call(
     order: str = "query_first",
     algorithm: str | None = None,
     cache_salt: str | None = None,
+    lora_request: LoRARequest | None = None,
     priority: int = 0,
     names: Names = DOCUMENTS,
 ) -> ScoreJob[RerankOutput]:
@@ -153,8 +157,8 @@ def rerank_call(
     finish = partial(rank, documents=listed, truncated=truncated, template=picked.name, column=column, top_n=top_n)
     finish = finish if frontend.reranker.activation is None else partial(finish, activation=activation)
     lists = [labels] * len(items) if labels else []
-    options: dict[str, Any] = {"apply_softmax": True, "cache_salt": cache_salt, "priority": priority}
-    options |= {"raw": len(labels) == 1, "names": names}
+    options: dict[str, Any] = {"apply_softmax": True, "priority": priority}
+    options |= {"cache_salt": salt_for(lora_request, cache_salt), "raw": len(labels) == 1, "names": names}
     if first:
         algorithm = _keeping(frontend, len(after)) if algorithm in (None, "auto") else algorithm
         turned = ItemsFirst(frontend, items, shared, lists, algorithm=algorithm, **options)

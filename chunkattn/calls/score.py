@@ -6,9 +6,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
+from jaxtyping import Float32, Float64
 from scipy.special import expit, softmax
 
 from chunkattn.calls.algorithms import (
@@ -45,6 +46,33 @@ LOOKUP_BATCH = 32
 T = TypeVar("T")
 
 
+class StateReader(Protocol):
+    """Head that reads hidden states of one item.
+
+    Attributes:
+        backs: tokens that are read, counted from the item's end, see `ScoreInputs`.
+        key: numbers that tell readers of one model apart.
+    """
+
+    @property
+    def backs(self) -> tuple[int, ...]:
+        """See the class."""
+        ...
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """See the class."""
+        ...
+
+    def scores(self, hidden: Float32[np.ndarray, "R H"]) -> Float64[np.ndarray, " N"]:
+        """Return the score of each option.
+
+        Args:
+            hidden: hidden states of the tokens.
+        """
+        ...
+
+
 class ScoreCall(ScoreInputs):
     """Scoring of one query and its items: inputs, requests and output.
 
@@ -66,6 +94,7 @@ class ScoreCall(ScoreInputs):
         names: the caller's names of query and items.
         reads: see `ScoreInputs`.
         documents: see `ScoreInputs`; the algorithm is `prefill_extend` then.
+        readers: heads that read the hidden states of each item, instead of labels; empty for none. The results are logits.
         item_first: see `ScoreInputs`. `prefill_extend` then keeps `before` in the KV store as well, if the engine has one.
 
     Attributes:
@@ -95,14 +124,17 @@ class ScoreCall(ScoreInputs):
         reads: Sequence[int] = (),
         documents: SharedDocuments | None = None,
         item_first: bool = False,
+        readers: Sequence[StateReader] = (),
     ) -> None:
         limits = frontend.limits
+        labels = [reader.key for reader in readers] or labels
+        backs = [reader.backs for reader in readers]
         self.algorithm = algorithm or frontend.config.score_algorithm
         bounds = _bounds(frontend.config, limits, len(before), self.algorithm)
-        super().__init__(before, items, labels, reads, names, documents, item_first, **bounds)
+        super().__init__(before, items, labels, reads, names, documents, item_first, backs=backs, **bounds)
         self._frontend, self._memory = frontend, frontend.scores
         (self.priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
-        self.apply_softmax, self.raw = apply_softmax, raw
+        self.apply_softmax, self.raw, self._readers = apply_softmax, raw or bool(readers), readers
         self.is_whole = not limits.batch_invariant or self.algorithm in limits.backends
         self._keys = item_keys(self, self.algorithm, self._salt_key, raw, whole=self.is_whole)
         known, first = self._memory.results.get(self._keys), dict[bytes, int]()
@@ -233,6 +265,7 @@ class ScoreCall(ScoreInputs):
                 priority=self.priority,
                 backend=self.choice[0] if self.choice[0] in self._frontend.limits.backends else None,
                 raw=self.raw,
+                hidden=bool(self._readers),
             )
             self._frontend.limits.check(request, self.names)
             placed[request.request_id] = places
@@ -240,7 +273,7 @@ class ScoreCall(ScoreInputs):
 
     def _read_lists(self, places: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], np.ndarray | None]:
         """Return the different lists of labels of some items, and the place of each item's list; None if there is only one."""
-        if not self.labels:
+        if not self.labels or self._readers:
             return (), None
         lists: dict[tuple[int, ...], int] = {}
         read = Counter[int]()  # rows of each item
@@ -266,7 +299,9 @@ class ScoreCall(ScoreInputs):
         for place, row in zip(places, result.logprobs, strict=True):
             rows.setdefault(place, []).append(row)
         for place, (first, *others) in rows.items():
-            if others:
+            if self._readers:
+                values = self._readers[place].scores(np.stack([first, *others]))
+            elif others:
                 values = np.asarray([row[0] for row in (first, *others)])
             else:
                 values = first[: len(self.labels[place]) if self.labels else len(first)].copy()  # a view keeps all rows
@@ -417,6 +452,20 @@ class ScoreJob(Generic[T]):
             slots, tokens, was_alone = slots + held, tokens + more, alone
         if group:
             yield group
+
+
+def total_usage(outputs: Sequence[ScoreOutput]) -> ScoreUsage:
+    """Return the sums of the token counts of several calls.
+
+    Args:
+        outputs: outputs of the calls.
+    """
+    usages = [output.usage for output in outputs]
+    return ScoreUsage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.computed_tokens for usage in usages),
+        sum(usage.cached_tokens for usage in usages),
+    )
 
 
 def _rows(request: PrecomputeRequest | ScoreRequest) -> int:

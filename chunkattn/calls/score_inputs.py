@@ -8,6 +8,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.items_first import ItemsFirst
 from chunkattn.calls.job import STAGE_STEPS
@@ -45,6 +46,7 @@ class ScoreOptions(TypedDict, total=False):
         packed_ids: token ids `query<d>item<d>...item<d>`, instead of query and items. `<d>` is the engine's
             `multi_item_scoring_delimiter`.
         cache_salt: see `LLM.generate`.
+        lora_request: see `LLM.generate`; one adapter for the call.
         priority: see `LLM.generate`; one value for the call.
     """
 
@@ -55,6 +57,7 @@ class ScoreOptions(TypedDict, total=False):
     algorithm: str | None
     packed_ids: Sequence[int] | None
     cache_salt: str | None
+    lora_request: LoRARequest | None
     priority: int
 
 
@@ -70,6 +73,7 @@ def score_call(
     apply_softmax: bool = False,
     algorithm: str | None = None,
     cache_salt: str | None = None,
+    lora_request: LoRARequest | None = None,
     priority: int = 0,
 ) -> ScoreJob[ScoreOutput | list[ScoreOutput]]:
     """Check the arguments of `LLM.score`, choose the algorithms and return the job.
@@ -110,7 +114,8 @@ def score_call(
             except RequestError as error:
                 raise type(error)(f"query {number}: {error}", param=error.param) from None
     lists = lists_of([len(item_ids) for _, _, item_ids in parts], pairs is not None)
-    options: dict[str, Any] = {"algorithm": algorithm, "cache_salt": cache_salt, "priority": priority, "names": names}
+    options: dict[str, Any] = {"algorithm": algorithm, "priority": priority, "names": names}
+    options["cache_salt"] = salt_for(lora_request, cache_salt)
     options["apply_softmax"] = apply_softmax
     if item_first:
         turned = [

@@ -127,6 +127,8 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
     items = [lists[ids] + np.asarray(item, np.int64).tobytes() for item, ids in zip(call.items, labels, strict=True)]
     if call.reads:
         items = [np.asarray([-reads], np.int64).tobytes() + item for reads, item in zip(call.reads, items, strict=True)]
+    if call.backs:
+        items = [np.asarray([-len(b), *b], np.int64).tobytes() + item for b, item in zip(call.backs, items, strict=True)]
     if whole:
         shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
         for item in items:

@@ -29,7 +29,7 @@ BATCH = 16
 
 _ENGINE = (
     "tokenizer document_template chat_template position_strategy chunk_position_gap chunk_calibration dtype weights "
-    "activations quantization kv_cache_dtype attention_backend tensor_parallel_size"
+    "activations quantization adapter kv_cache_dtype attention_backend tensor_parallel_size"
 )
 
 

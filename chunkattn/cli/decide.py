@@ -19,7 +19,7 @@ from chunkattn.calls.decide_table import csv_line, table_header, table_row
 from chunkattn.config import EngineConfig
 from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, Question
 from chunkattn.errors import ConfigError, RequestError
-from chunkattn.parsers.states import read_state
+from chunkattn.parsers.states import OneState, read_state
 from chunkattn.terminal.commands import (
     Documents,
     Model,
@@ -46,7 +46,7 @@ _STATES = 64
 _FORMATS = ("jsonl", "csv")
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
 _ENGINE = (
-    "tokenizer chat_template chunk_calibration dtype weights activations quantization kv_cache_dtype "
+    "tokenizer chat_template chunk_calibration dtype weights activations quantization adapter kv_cache_dtype "
     "attention_backend tensor_parallel_size kv_cache_memory_bytes max_model_len kv_store"
 )
 
@@ -63,7 +63,7 @@ def decide(
     output_format: str | None = None,
     document: Documents = None,
     document_file: list[Path] | None = None,
-    method: str = "letters",
+    method: str = "auto",
     calibrate: str = "off",
     system: str | None = None,
     chat_template_kwargs: TemplateOptions = None,
@@ -86,7 +86,7 @@ def decide(
         output_format: `jsonl` or `csv`; by default `csv` if the name of --output ends in .csv, else `jsonl`.
         document: see `Documents`.
         document_file: file of a document before every state; repeatable.
-        method: `letters`, `likelihood` or `separate`.
+        method: `auto`, `letters`, `likelihood` or `separate`.
         calibrate: `off`; `on`: divide probabilities by those behind 'N/A'; `fitted`: the labels of the calibration file.
         system: content of a system message before the state.
         chat_template_kwargs: see `TemplateOptions`.
@@ -251,13 +251,17 @@ def _named(questions: Path, source: str = "", window: Sequence[StateLine] = ()) 
         raise
 
 
-def _one_state(text: str | None, file: Path | None) -> str:
-    """Return the text of one state, from the command line, standard input or a file."""
+def _one_state(text: str | None, file: Path | None) -> OneState:
+    """Return one state, from the command line, standard input or a file."""
     if file is None:
-        return sys.stdin.read().removesuffix("\n") if text == "-" else text or ""
+        return OneState(sys.stdin.read().removesuffix("\n") if text == "-" else text or "")
     try:
         content = file.read_text(encoding="utf-8")
-        return read_state(json.loads(content), str(file)) if file.suffix == ".json" else content
+        if file.suffix != ".json":
+            return OneState(content)
+        state = OneState(json.loads(content))
+        read_state(state, str(file))
+        return state
     except RecursionError:
         raise RequestError(f"{file} cannot be read: it nests too deep") from None
     except (OSError, ValueError) as error:

@@ -36,7 +36,7 @@ from chunkattn.terminal.commands import (
 from chunkattn.terminal.flags import with_options
 
 _CHUNKS = "document_template chunk_separator position_strategy chunk_position_gap chunk_calibration"
-_DEVICE = "dtype weights activations quantization kv_cache_dtype attention_backend tensor_parallel_size"
+_DEVICE = "dtype weights activations quantization adapter kv_cache_dtype attention_backend tensor_parallel_size"
 _EXCERPT = 80
 """Characters of a chosen document that `generate` prints."""
 

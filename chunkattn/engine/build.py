@@ -16,18 +16,19 @@ from chunkattn.backends import AttentionSpec, make_backend
 from chunkattn.backends.base import FP8
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.config import EngineConfig
+from chunkattn.engine.adapters import LoadedAdapters
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.host_calls import Tell
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.self_check import checked
-from chunkattn.engine.verdicts import user_cache
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.packing import Packing, forms_of
 from chunkattn.models.shards import ONE_DEVICE, Shards, indivisible, one_of
 from chunkattn.models.spec import DecoderSpec
+from chunkattn.user_cache import compile_cache
 
 logger = logging.getLogger(__name__)
 
@@ -77,17 +78,21 @@ def build_core(config: EngineConfig, files: ModelFiles, tell: Tell | None = None
         if not shards.least(backend.name != "xla"):  # a verdict of one host counts for all
             backend = make_backend("xla", spec, weighs=config.calibration.weighs)
     packing = Packing.of(config, files.dtype)
+    adapters = LoadedAdapters.read(config, files.spec)
     store = _open_store(config)
     decoder = files.load(shards, packing)
     if not shards.agree(zlib.crc32(repr(forms_of(decoder.weights)).encode()) >> 1):
         raise ConfigError("the hosts pack different matrices; set weights='dequantized', or install the native library on all")
+    loaded = LoadedAdapters.of(config, files, shards, adapters)
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
     per_page = page_bytes(backend, files.spec.num_layers)
     num_pages = shards.least(min(_num_pages(config, per_page, spec.block_size, shards), backend.max_pages))
-    runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, tell)
+    runner = Runner(
+        decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, tell, loaded.slots if loaded else None
+    )
     if not shards.agree(runner.invariance.holds):
         raise ConfigError("the processors of the hosts add up in different orders; set batch_invariant=False on all of them")
-    return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None)
+    return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None, loaded)
 
 
 def _open_store(config: EngineConfig) -> KVStore | None:
@@ -201,9 +206,8 @@ def enable_compile_cache() -> None:
 
     Options set by `JAX_COMPILATION_CACHE_DIR` and JAX's other environment variables or by `jax.config` take precedence.
     """
-    folder = user_cache() / "jax"
     options = {
-        "jax_compilation_cache_dir": (None, str(folder)),
+        "jax_compilation_cache_dir": (None, str(compile_cache())),
         "jax_persistent_cache_min_compile_time_secs": (_JAX_SHORTEST_COMPILE_S, 0.0),
     }
     for name, (default, value) in options.items():

@@ -10,7 +10,9 @@ from functools import partial
 import jax
 import numpy as np
 
+from chunkattn.adapter_salt import split
 from chunkattn.config import EngineConfig
+from chunkattn.engine.adapters import LoadedAdapters
 from chunkattn.engine.ahead import Ahead
 from chunkattn.engine.compile_clock import COMPILING
 from chunkattn.engine.disk_tier import DiskTier
@@ -51,10 +53,18 @@ class EngineCore:
         scheduler: scheduler of the requests; also counts waiting and running requests and holds the cache.
         runner: runner of the model; also counts the compiled programs.
         metrics: Prometheus metrics of this engine.
+        adapters: adapters that requests may name; None for an engine without.
     """
 
-    def __init__(self, runner: Runner, config: EngineConfig, max_model_len: int, disk: DiskTier | None = None) -> None:
-        self.runner, self.config, self.disk = runner, config, disk
+    def __init__(
+        self,
+        runner: Runner,
+        config: EngineConfig,
+        max_model_len: int,
+        disk: DiskTier | None = None,
+        adapters: LoadedAdapters | None = None,
+    ) -> None:
+        self.runner, self.config, self.disk, self.adapters = runner, config, disk, adapters
         self.meter = RateMeter(runner.row_flops, runner.pair_flops, runner.dtype)
         named = {name: backend for name, backend in runner.backends.items() if name is not None}
         self.limits = EngineLimits(
@@ -83,6 +93,7 @@ class EngineCore:
             max_table_pages=self.limits.max_table_pages,
             block_size=self.limits.block_size,
             weighs=config.calibration.weighs,
+            adapters=0 if runner.slots is None else runner.slots.count,
         )
         self.warm_ups = WarmUp(runner, self.builder, self.meter, with_store=disk is not None, longest=config.warmup_tokens)
         self.requests: dict[str, Request] = {}
@@ -112,18 +123,32 @@ class EngineCore:
             arrived_at: arrival on the clock of `time.perf_counter`, if the message has waited for this call; None for now.
 
         Raises:
-            RequestError: as `EngineLimits.check`, or the request id is in use.
+            RequestError: as `EngineLimits.check`, the request id is in use, or the adapter is not loaded.
         """
         if message.request_id in self.requests or message.request_id in self._pins:
             raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
         if not checked:
             self.limits.check(message)
+        request = self._request(message, self._arrivals + 1)
         self._arrivals += 1
-        request = Request(message, self.limits, arrival=self._arrivals)
         request.added_at = time.perf_counter() if arrived_at is None else arrived_at
         self.requests[request.request_id] = request
         if self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
             self.scheduler.add(request)
+
+    def _request(self, message: Message, arrival: int) -> Request:
+        """Return the request of a message, with its adapter."""
+        if self.adapters is None and split(message.salt_key)[0] is not None:
+            raise RequestError("this engine has no adapters; build it with lora_modules or enable_lora", param="model")
+        adapter = None if self.adapters is None else self.adapters.find(message.salt_key)
+        return Request(message, self.limits, arrival=arrival, adapter=adapter)
+
+    def load_adapter(self, name: str, place: str) -> None:
+        """Load an adapter that a request brings, unless it is loaded; see `LoadedAdapters.load`."""
+        if self.adapters is None:
+            raise RequestError("this engine has no adapters; build it with enable_lora", param="lora_request")
+        in_use = {request.adapter for request in (*self.requests.values(), *self._pins.values())}
+        self.adapters.load(name, place, in_use)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages. Unknown ids are ignored, since the request may just have finished."""
@@ -180,11 +205,11 @@ class EngineCore:
             checked: see `add`.
 
         Raises:
-            RequestError: as `EngineLimits.check`.
+            RequestError: as `add`.
         """
         if not checked:
             self.limits.check(message)
-        request = Request(message, self.limits, arrival=0)
+        request = self._request(message, 0)
         self.scheduler.placement.mark_cached(request, forget=forget)
         if forget and self.disk is not None:
             self.disk.forget(request)

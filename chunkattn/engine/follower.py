@@ -12,6 +12,7 @@ from chunkattn.engine.host_calls import (
     Forward,
     HostCall,
     ReadClasses,
+    ReadHidden,
     ReadLabels,
     ReadSample,
     ReadTokens,
@@ -74,6 +75,8 @@ class Follower:
                 (runner.label_logits if raw else runner.label_logprobs)(self._hidden, rows, labels)
             case ReadClasses(rows):
                 runner.class_logits(self._hidden, rows)
+            case ReadHidden(rows):
+                runner.hidden_states(self._hidden, rows)
             case ReadTokens(rows, targets):
                 runner.token_logprobs(self._hidden, rows, targets)
             case WarmPicks():
@@ -91,5 +94,5 @@ class Follower:
         if key not in self._structures:
             *arrays, _ = self._builder.empty(key[0], self._builder.width_buckets[0], call.backend)
             self._structures[key] = jax.tree.structure(arrays)
-        token_ids, positions, metadata = jax.tree.unflatten(self._structures[key], call.leaves)
-        return StepArrays(token_ids, positions, metadata, call.backend)
+        token_ids, positions, metadata, slots = jax.tree.unflatten(self._structures[key], call.leaves)
+        return StepArrays(token_ids, positions, metadata, slots, call.backend)

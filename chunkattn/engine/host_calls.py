@@ -67,6 +67,13 @@ class ReadClasses:
 
 
 @dataclass(frozen=True)
+class ReadHidden:
+    """Call of `Runner.hidden_states` of the last hidden states."""
+
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class ReadTokens:
     """Call of `Runner.token_logprobs` of the last hidden states."""
 
@@ -104,7 +111,8 @@ class ResetPool:
     """Call of `KVPool.reset`."""
 
 
-HostCall = Forward | ReadSample | ReadLabels | ReadClasses | ReadTokens | WarmPicks | WarmReadout | CopyPages | ResetPool
+Readout = ReadSample | ReadLabels | ReadClasses | ReadHidden | ReadTokens
+HostCall = Forward | Readout | WarmPicks | WarmReadout | CopyPages | ResetPool
 
 
 Tell = Callable[[HostCall], None]

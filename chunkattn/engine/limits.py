@@ -320,12 +320,13 @@ class EngineLimits:
             raise CapacityError(f"n {params.n} exceeds max_num_seqs {config.max_num_seqs}", param="n")
 
     def _check_score(self, message: ScoreRequest) -> None:
-        if bool(message.label_token_ids) == (self.num_labels is not None):
+        if bool(message.label_token_ids) == (self.num_labels is not None or message.hidden):
             reason = "a language model needs label_token_ids, a sequence classifier takes none"
             raise RequestError(reason, param="label_token_ids")
         for ids in message.label_token_ids:
             self.check_ids(ids, "label_token_ids")
-        self._check_row_labels(message)
+        if not message.hidden:
+            self._check_row_labels(message)
         layout, state = message.layout, message.state_len
         if state and (not message.share_prefix or not 0 < state < layout.question_len):
             text = f"state_len {state} needs share_prefix and a question of more tokens, got {layout.question_len}"

@@ -73,6 +73,7 @@ class ScoreRequest:
         backend: attention backend that computes the whole prompt in one step without the cache, one of
             `EngineLimits.backends`; None for the engine's backend.
         raw: whether to return the labels' logits instead of their log-probabilities.
+        hidden: whether to return the hidden states of the rows, which a head of the caller reads. There are no labels then.
     """
 
     request_id: str
@@ -87,6 +88,7 @@ class ScoreRequest:
     priority: int = 0
     backend: str | None = None
     raw: bool = False
+    hidden: bool = False
     distinct: ClassVar[bool] = False
 
     @property
@@ -234,8 +236,8 @@ class ScoreResult:
 
     Attributes:
         request_id: id of the request.
-        logprobs: float32 `[R, L]` log-probabilities of the labels, or their logits; class logits of a classifier. `L` is the
-            length of the longest list of labels; shorter rows end in -inf.
+        logprobs: float32 `[R, L]` log-probabilities of the labels, or their logits; class logits of a classifier; or hidden
+            states. `L` is the length of the longest list of labels; shorter rows end in -inf.
         rates: cost model of the engine's steps, as known now.
         computed: tokens that this request computed.
         stats: waits and cache hits of the request.

@@ -15,6 +15,7 @@ from chunkattn.engine.messages import (
     CachedTokens,
     EngineOutput,
     PromptLogprobsOutput,
+    ScoreRequest,
     ScoreResult,
     StepRates,
     TokenLogprobs,
@@ -109,6 +110,30 @@ def _read_scores(runner: Runner, step: Step, hidden: jax.Array, rows: list[int])
     if runner.spec.num_labels is not None:
         return runner.class_logits(hidden, rows)
     scores = [(request.score, number) for _, request, number in step.scores if request.score]
+    states = [place for place, (score, _) in enumerate(scores) if score.hidden]
+    if states:
+        return _read_states(runner, hidden, rows, scores, states)
+    return _read_labels(runner, hidden, rows, scores)
+
+
+def _read_states(
+    runner: Runner, hidden: jax.Array, rows: list[int], scores: list[tuple[ScoreRequest, int]], states: list[int]
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the values of score rows, at some places of which hidden states are read."""
+    values, finite = [_NOTHING] * len(rows), np.empty(len(rows), bool)
+    others = sorted({*range(len(rows))} - {*states})
+    read, finite[states] = runner.hidden_states(hidden, [rows[place] for place in states])
+    if others:
+        labelled, finite[others] = _read_labels(runner, hidden, [rows[p] for p in others], [scores[p] for p in others])
+        read += labelled
+    for place, value in zip([*states, *others], read, strict=True):
+        values[place] = value
+    return values, finite
+
+
+def _read_labels(
+    runner: Runner, hidden: jax.Array, rows: list[int], scores: list[tuple[ScoreRequest, int]]
+) -> tuple[list[np.ndarray], np.ndarray]:
     labels = [score.labels_of(number) for score, number in scores]
     logprobs, finite = runner.label_logprobs(hidden, rows, labels)
     if raw := [place for place, (score, _) in enumerate(scores) if score.raw]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from chunkattn.adapter_salt import split
 from chunkattn.cache.slots import plan_slots
 from chunkattn.cache.trie import Block
 from chunkattn.config import SamplingParams
@@ -25,6 +26,7 @@ class Request:
         limits: limits of the engine.
         arrival: number of the request in order of arrival; seeds its random numbers if it has no seed. 0 for a request that
             does not run.
+        adapter: slot of the request's adapter and the digest of its contents; None for the base model.
 
     Attributes:
         request_id: id, unique among the engine's requests.
@@ -38,7 +40,8 @@ class Request:
         pages_per_sample: page table entries of one sample at its longest.
         total_pages: pages of all samples at their longest, when the cache is empty.
         shares: whether the request reads and feeds the cache.
-        salt_key: see `GenerateRequest`.
+        salt_key: only requests of equal keys share blocks. The key of a request with an adapter begins with its digest.
+        adapter: slot of the adapter; None for the base model.
         seed: 64-bit seed of the request's random numbers.
         sampling: parameters of a generation request, else None.
         score: message of a scoring request, else None.
@@ -63,9 +66,13 @@ class Request:
         values: values read so far, by row; None once the output with all of them has been made.
     """
 
-    def __init__(self, message: Message, limits: EngineLimits, *, arrival: int) -> None:
+    def __init__(self, message: Message, limits: EngineLimits, *, arrival: int, adapter: tuple[int, str] | None = None) -> None:
         layout, config = message.layout, limits.config
         self.request_id, self.salt_key = message.request_id, message.salt_key
+        self.adapter: int | None = None
+        if adapter is not None:
+            self.adapter, digest = adapter
+            self.salt_key = f"{digest}:{split(message.salt_key)[1] or ''}"
         self.arrival, self.priority = arrival, message.priority
         self.user_index, self.chunk_order = np.arange(len(layout)), [*range(layout.num_chunks)]
         # Scored items keep their order, so that the content of one item cannot move another.

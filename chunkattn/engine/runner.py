@@ -18,6 +18,7 @@ from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.host_calls import (
     Forward,
     ReadClasses,
+    ReadHidden,
     ReadLabels,
     ReadSample,
     ReadTokens,
@@ -48,6 +49,7 @@ from chunkattn.engine.sampling import (
 )
 from chunkattn.engine.step import StepArrays
 from chunkattn.engine.step_sizes import bucket_for
+from chunkattn.models.adapter_slots import AdapterSlots, RowAdapters, Stacks
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.packed import Packed, Weight, unpacked
 from chunkattn.models.shards import WHOLE
@@ -80,6 +82,7 @@ class Runner:
         picked_sizes: sizes of blocks that are read, and, unless the model is a classifier, `sample_sizes`.
         compiles: number of programs traced so far, by name.
         tell: tells the other hosts of the model every call.
+        slots: adapters that rows may have; None for none.
         while_waiting: called once, before the host next waits for values of a readout; None for nothing.
     """
 
@@ -91,8 +94,9 @@ class Runner:
         max_logprobs: int,
         batch_invariant: bool | None = None,
         tell: Tell | None = None,
+        slots: AdapterSlots | None = None,
     ) -> None:
-        self.tell = tell
+        self.tell, self.slots = tell, slots
         self.while_waiting: Callable[[], None] | None = None
         self.spec, self.shards, self.backend = model.spec, model.shards, backend
         self.backends: dict[str | None, AttentionBackend] = {n: get_backend(n)(backend.spec) for n in ON_REQUEST}
@@ -121,7 +125,8 @@ class Runner:
         self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
         params, pool = [self._partition(*of) for of in model.weights.items()], self.pool.partitions
         head = [self._partition(model.head_name, model.head)]
-        step = self.shards.map(self._trace_step, [params, pool], (WHOLE, WHOLE, pool))
+        stacks = {} if slots is None else slots.partitions
+        step = self.shards.map(self._trace_step, [params, pool, stacks], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
         program = partial(self.compiles.jit, shards=self.shards)
@@ -147,10 +152,14 @@ class Runner:
         *inputs, backend = arrays
         if self.tell:
             self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
-        hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, *inputs, backend=backend)
+        hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, self._stacks, *inputs, backend=backend)
         if not on_cpu():
             finite.copy_to_host_async()
         return hidden, finite
+
+    @property
+    def _stacks(self) -> Stacks:
+        return {} if self.slots is None else self.slots.arrays
 
     @property
     def row_flops(self) -> float:
@@ -189,7 +198,9 @@ class Runner:
         ]
         pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self.pool.partitions)
         inputs = jax.tree.map(lambda x: there(x, self.shards.sharding(WHOLE)), arrays[:-1])
-        return self._step.lower(params, pool, *inputs, backend=arrays.backend)
+        partitions = {} if self.slots is None else self.slots.partitions
+        stacks = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), self._stacks, partitions)
+        return self._step.lower(params, pool, stacks, *inputs, backend=arrays.backend)
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
@@ -323,6 +334,21 @@ class Runner:
         logits = np.concatenate([values for _, values in self._by_block(self._classify, hidden, rows, self._read_sizes)])
         return [*logits], np.isfinite(logits).all(-1)
 
+    def hidden_states(self, hidden: jax.Array, rows: Sequence[int]) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return the hidden states of rows, one float32 `[hidden]` per row, for a head that the caller has.
+
+        Args:
+            hidden: float32 `[T, hidden]` hidden states of the step.
+            rows: rows to read.
+        """
+        if self.tell:
+            self.tell(ReadHidden(tuple(rows)))
+        states, most = list[np.ndarray](), self._read_sizes[-1]
+        for first in range(0, len(rows), most):
+            block = rows[first : first + most]
+            states += [*self._fetch(self._pick(hidden, block, self._read_sizes))[: len(block)]]
+        return states, np.asarray([np.isfinite(state).all() for state in states], bool)
+
     def token_logprobs(
         self, hidden: jax.Array, rows: Sequence[int], targets: Sequence[int]
     ) -> tuple[TokenLogprobs, np.ndarray]:
@@ -386,8 +412,8 @@ class Runner:
         """Return the only parameter that the readouts take: every argument of a program costs time at each call."""
         return self._params[self._head_place : self._head_place + 1]
 
-    def _model(self, params: Params) -> Decoder:
-        return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.dtype, self.shards)
+    def _model(self, params: Params, adapters: RowAdapters | None) -> Decoder:
+        return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.dtype, self.shards, adapters)
 
     def _partition(self, name: str, weight: Weight) -> PartitionSpec:
         return self.shards.partition_of_parts(name) if isinstance(weight, Packed) else self.shards.partition(name)
@@ -402,9 +428,11 @@ class Runner:
         self,
         params: Params,
         caches: list[KVCache],
+        stacks: Stacks,
         token_ids: jax.Array,
         positions: jax.Array,
         metadata: Metadata,
+        slots: jax.Array | None = None,
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, jax.Array, list[KVCache]]:
@@ -427,7 +455,8 @@ class Runner:
             return out
 
         prepared = attend_inputs if attention.prepares_heads else None
-        hidden = self._model(params)(token_ids, positions, attend, prepared)
+        adapters = None if self.slots is None or slots is None else RowAdapters.of(stacks, slots, self.slots.count)
+        hidden = self._model(params, adapters)(token_ids, positions, attend, prepared)
         return hidden, finite_rows(hidden), caches
 
     def _trace_logits(self, params: Params, hidden: jax.Array) -> jax.Array:

@@ -30,12 +30,14 @@ class StepArrays(NamedTuple):
         token_ids: int32 `[T]`, padded to a bucket.
         positions: int32 `[T]` position ids, padded to the same bucket.
         metadata: attention backend's description of the rows.
+        slots: int32 `[T]`, slot of each row's adapter (see `AdapterSlots`); None for an engine without adapters.
         backend: attention backend that the step's only request names; None for the engine's.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     metadata: Metadata
+    slots: np.ndarray | None = None
     backend: str | None = None
 
 
@@ -132,8 +134,9 @@ class StepBuilder:
         max_table_pages: int,
         block_size: int,
         weighs: bool = False,
+        adapters: int = 0,
     ) -> None:
-        self.backends = backends
+        self.backends, self._adapters = backends, adapters
         self.max_spans = max_spans
         self.block_size = block_size
         self.weighs, self.windowed = weighs, backends[None].spec.windowed
@@ -150,7 +153,12 @@ class StepBuilder:
             backend: see `StepArrays`.
         """
         token_ids, positions, attention = self._arrays(rows, width, 0)
-        return StepArrays(token_ids, positions, self.backends[backend].build_metadata(attention), backend)
+        metadata = self.backends[backend].build_metadata(attention)
+        return StepArrays(token_ids, positions, metadata, self._slots(rows), backend)
+
+    def _slots(self, rows: int) -> np.ndarray | None:
+        """Return the slots of rows without an adapter; None for an engine without adapters."""
+        return np.full(rows, self._adapters, np.int32) if self._adapters else None
 
     def _arrays(self, rows: int, width: int, used: int) -> tuple[np.ndarray, np.ndarray, AttentionBatch]:
         """Return the token ids, positions and attention batch of a step, all zero except page lengths and positions."""
@@ -183,6 +191,7 @@ class StepBuilder:
             sizes, width = buckets(8, max(backend.max_rows, 8), 2), len(spans[0].sample.request.plan.page_len)
         token_ids, positions, attention = self._arrays(bucket_for(total, sizes), width, total)
         attention.row_seq[:total] = np.repeat(np.arange(len(spans)), [end - start for _, start, end in spans])
+        slots = self._slots(len(token_ids))
         samples: list[SampleRow] = []
         scores: list[ReadRow] = []
         prompt_logprobs: list[ReadRow] = []
@@ -198,6 +207,8 @@ class StepBuilder:
                 token_ids[first:last] = sample.tokens(start, end)
                 rows = sample.rows(start, end)
                 positions[first:last], attention.row_slot[first:last], attention.row_start[first:last] = rows
+            if slots is not None and request.adapter is not None:
+                slots[first:last] = request.adapter
             attention.block_tables[index, : sample.num_pages] = sample.pages[: sample.num_pages]
             attention.prefix_end[index] = plan.prefix_end
             if attention.weighing is not None and request.weighing is not None:
@@ -219,7 +230,7 @@ class StepBuilder:
                 predicting = request.logprob_rows
                 prompt_logprobs += _read_rows(span, first, predicting, predicting + 1)
             first = last
-        arrays = StepArrays(token_ids, positions, backend.build_metadata(attention), name)
+        arrays = StepArrays(token_ids, positions, backend.build_metadata(attention), slots, name)
         return Step(spans, arrays, total, tile_area(attention), samples, scores, prompt_logprobs)
 
 

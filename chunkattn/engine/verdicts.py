@@ -6,9 +6,7 @@ import json
 import logging
 import os
 import sys
-import uuid
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from chunkattn.backends.registry import get_backend
 from chunkattn.distributions import version_of
 from chunkattn.errors import ChunkAttnError, ModelError
 from chunkattn.local_files import read_object
+from chunkattn.user_cache import beside_programs, keep_object
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +64,9 @@ class Verdict:
         return f"{', '.join(f'{kind} {by:.1e}' for kind, by in self.found.items())} of {self.tolerance:.0e} allowed"
 
 
-def user_cache() -> Path:
-    """Return the folder of everything that is cached for this user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chunkattn"
-
-
 def verdict_folder() -> Path:
     """Return the folder of verdicts: in JAX's compile cache, or in the user's cache if that is off or remote."""
-    kept: str | None = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    return (Path(kept) if kept and "://" not in kept else user_cache()) / _FOLDER
+    return beside_programs(_FOLDER)
 
 
 def verdict_key(backend: AttentionBackend, *, weighs: bool, batch_invariant: bool) -> dict[str, Any]:
@@ -151,16 +144,8 @@ def _load(file: Path) -> tuple[dict[str, Any], Verdict]:
 
 def write_verdict(key: dict[str, Any], verdict: Verdict) -> None:
     """Keep a verdict in its file; a file that cannot be written is a warning."""
-    file = verdict_file(key)
-    draft = file.with_name(f"{file.stem}-{uuid.uuid4().hex}.tmp")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft.write_text(json.dumps({"key": key, **asdict(verdict)}, indent=1), encoding="utf-8")
-        draft.replace(file)
-    except OSError as error:
-        with suppress(OSError):
-            draft.unlink()
-        logger.warning("attention_backend auto: a verdict cannot be kept, so the next start compares again: %s", error)
+    consequence = "attention_backend auto: a verdict cannot be kept, so the next start compares again"
+    keep_object(verdict_file(key), {"key": key, **asdict(verdict)}, consequence)
 
 
 def verdicts_here() -> Iterator[tuple[str, Verdict, Path]]:

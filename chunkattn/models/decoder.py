@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import HeadInputs
+from chunkattn.models.adapter_slots import RowAdapters
 from chunkattn.models.experts import mix, route
 from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
 from chunkattn.models.packed import Weight, unpacked
@@ -52,12 +53,14 @@ class Decoder:
             own instead of a slice for a scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
         dtype: dtype of parameters, activations and KV. Rows stay float32 until a packed parameter multiplies them.
         shards: devices that share the parameters. On several, the methods run inside `Shards.map`, on one device's part.
+        adapters: adapters of the rows of one step; None for none.
     """
 
     spec: DecoderSpec
     weights: dict[str, Weight]
     dtype: jnp.dtype
     shards: Shards = ONE_DEVICE
+    adapters: RowAdapters | None = None
 
     @property
     def head_name(self) -> str:
@@ -202,11 +205,16 @@ class Decoder:
     def _several(self, x: jax.Array, names: Sequence[str]) -> list[jax.Array]:
         """Return float32 `[N, out]` for each name, from one input `[N, in]`."""
         products = multiply_several(x, [self.weights[f"{name}.weight"] for name in names])
+        if self.adapters is not None:
+            products = self.adapters.add(products, x, names)
         return [self._biased(product, name) for product, name in zip(products, names, strict=True)]
 
     def _linear(self, x: jax.Array, name: str, total: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """Return float32 `[N, out]` from `[N, in]`; `total` adds up the products of devices that divide the inputs."""
-        return self._biased(total(multiply(x, self.weights[f"{name}.weight"])), name)
+        product = multiply(x, self.weights[f"{name}.weight"])
+        if self.adapters is not None:
+            (product,) = self.adapters.add([product], x, [name])
+        return self._biased(total(product), name)
 
     def _biased(self, y: jax.Array, name: str) -> jax.Array:
         """Add the bias of a module to its products, if it has one."""

@@ -23,7 +23,10 @@ _UNPACK, _PASS = "unpack it and pass the folder inside", "pass a safetensors fol
 
 _HOLDS = (
     (("*.incomplete", "*.part", "*.crdownload", "*.aria2"), "a download into it is incomplete; run the download again"),
-    (("adapter_config.json",), "it holds a PEFT adapter; merge it into its base model (merge_and_unload) and save that"),
+    (
+        ("adapter_config.json",),
+        "it holds a PEFT adapter without adapter_model.safetensors; save the adapter so, or get it again",
+    ),
     (("model_index.json",), "it holds a diffusion pipeline, which is no language model"),
     (("params.json", "consolidated*.safetensors"), "consolidated.safetensors has Mistral's own names; get model*.safetensors"),
     (("consolidated*.pth",), "it holds Meta's own format; get the folder of the hub with model*.safetensors"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ import xxhash
 
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
+from chunkattn.models.adapters import CONFIG_FILE, adapter_folder, read_adapter
+from chunkattn.models.decision_files import DecisionModel, read_decision
 from chunkattn.models.families import FAMILIES, NESTED, language_part, spec_from_config, unsupported
 from chunkattn.models.foreign_files import explain_folder
 from chunkattn.models.fused import split_tensors
@@ -26,8 +28,9 @@ from chunkattn.models.locate import DEMO_FOLDER, resolve_path
 from chunkattn.models.quantized_config import quantization_of
 from chunkattn.models.quantized_folder import open_folder
 from chunkattn.models.reranker import RerankerTraits, traits_of_folder, traits_of_gguf
+from chunkattn.models.safetensors_folder import SafetensorsFolder
 from chunkattn.models.shards import ONE_DEVICE, Shards
-from chunkattn.models.spec import DecoderSpec
+from chunkattn.models.spec import HEAD, DecoderSpec
 from chunkattn.models.tokenizer import check_rows, load_tokenizer
 from chunkattn.parsers.chat_template import own_template
 
@@ -58,6 +61,9 @@ class ModelFiles:
         gguf: opened GGUF file, or None for a folder.
         reranker: rerank template and class names of the checkpoint.
         sampling: the model's defaults of `SamplingParams`, by name.
+        decision: head and prompt of a decision model; None for another model.
+        has_language_head: whether the logits of the vocabulary have a meaning.
+        adapter: folder of an adapter that is merged into the weights; None for none.
     """
 
     path: Path
@@ -68,6 +74,9 @@ class ModelFiles:
     gguf: GGUFFile | None = None
     reranker: RerankerTraits = field(default_factory=RerankerTraits)
     sampling: dict[str, Any] = field(default_factory=dict)
+    decision: DecisionModel | None = None
+    has_language_head: bool = True
+    adapter: Path | None = None
 
     def load(self, shards: Shards = ONE_DEVICE, packing: Packing | None = None) -> Decoder:
         """Return the decoder with its weights.
@@ -82,7 +91,8 @@ class ModelFiles:
         """
         from chunkattn.models.weights import load_weights  # imports kernels, which a server's process does not need
 
-        return load_weights(self.spec, self.gguf or self.path, self.dtype, shards, packing)
+        adapter = None if self.adapter is None else read_adapter(self.adapter, self.spec)
+        return load_weights(self.spec, self.gguf or self.path, self.dtype, shards, packing, adapter)
 
     def sample(self) -> bytes:
         """Return 16 bytes that differ between most checkpoints of one shape: a hash of pieces of the weights' files."""
@@ -95,6 +105,8 @@ class ModelFiles:
                 for number in range(_PIECES):
                     opened.seek(size * number // _PIECES)
                     digest.update(opened.read(_PIECE_BYTES))
+        if self.adapter is not None:
+            digest.update(read_adapter(self.adapter, self.spec).digest.encode())
         return digest.digest()
 
 
@@ -107,7 +119,8 @@ def open_files(options: EngineConfig) -> ModelFiles:
     Raises:
         ModelError: the model cannot be found or read, or is not supported.
     """
-    path = resolve_path(options.model, options.revision)
+    place = resolve_path(options.model, options.revision)
+    path, adapter = _base_of(place, options)
     file, config, spec = _configuration(path, options.max_model_len)
     if options.skip_tokenizer_init:
         loaded = None
@@ -130,6 +143,16 @@ def open_files(options: EngineConfig) -> ModelFiles:
         reranker = traits_of_folder(path, options.model, config, spec, loaded)
     generation_file, generation = read_generation_config(options.generation_config, path)
     generates = spec.num_labels is None
+    decision = None if file is not None else read_decision(place, spec.hidden_size, config.model_type)
+    if decision is not None and decision.adapter is not None:
+        if adapter is not None:
+            raise ConfigError(f"{place} has an adapter of its own, {decision.adapter.name}; adapter= cannot name another one")
+        adapter = decision.adapter
+    if adapter is not None:
+        read_adapter(adapter, spec)  # its errors show before the weights are loaded
+    has_head = decision is None or decision.head is None or spec.tie_embeddings or _has_head(path)
+    if not has_head:
+        spec = replace(spec, tie_embeddings=True)  # nobody reads the logits
     return ModelFiles(
         path=path,
         spec=spec,
@@ -139,7 +162,43 @@ def open_files(options: EngineConfig) -> ModelFiles:
         gguf=file,
         reranker=reranker,
         sampling=sampling_defaults(options.generation_config, generation_file, generation, file) if generates else {},
+        decision=decision,
+        has_language_head=has_head,
+        adapter=adapter,
     )
+
+
+def _base_of(place: Path, options: EngineConfig) -> tuple[Path, Path | None]:
+    """Return the path of the base model, and the folder of the adapter that is merged into it; None for none.
+
+    Args:
+        place: path of the model. A folder of an adapter alone stands for its base model with the adapter.
+        options: options of the engine.
+
+    Raises:
+        ConfigError: the model is an adapter, and the options name another one.
+        ModelError: a base model or an adapter cannot be found.
+    """
+    if place.is_file() or is_present(place / "config.json") or not is_present(place / CONFIG_FILE):
+        return place, None if options.adapter is None else adapter_folder(options.adapter)
+    if options.adapter is not None:
+        raise ConfigError(f"model {place} is an adapter, so adapter= cannot name another one; pass the base model as model")
+    fields = read_object(place / CONFIG_FILE)
+    base, revision = fields.get("base_model_name_or_path"), fields.get("revision")
+    if not isinstance(base, str) or not base:
+        raise ModelError(
+            f"{place}: no config.json; {CONFIG_FILE} names no base_model_name_or_path; pass the base as model, this as adapter"
+        )
+    try:
+        return resolve_path(base, revision if isinstance(revision, str) else None), place
+    except ModelError as error:
+        raise ModelError(f"{place}: the base model {base!r} of this adapter: {error}") from None
+
+
+def _has_head(folder: Path) -> bool:
+    """Return whether a folder has the head of a language model."""
+    with ExitStack() as stack:
+        return HEAD in SafetensorsFolder(folder, stack).names()
 
 
 def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str, str]]:
@@ -153,12 +212,14 @@ def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str,
     Raises:
         ModelError: the configuration cannot be found or read, or is not supported.
     """
-    path = resolve_path(options.model, options.revision, files=["config.json"])
+    place = resolve_path(options.model, options.revision, files=["config.json"])
+    path = _base_of(place, options)[0]
     file, config, spec = _configuration(path, options.max_model_len)
     if file is None:
         return spec, _dtype(config, options), _quantised_types(path, spec)
     tensors = split_tensors(GGUFTensors(file, spec), spec)
     return spec, _dtype(config, options), {name: tensors.stored_type(name) for name in tensors.names()}
+
 
 
 def _quantised_types(folder: Path, spec: DecoderSpec) -> dict[str, str]:

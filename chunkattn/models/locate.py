@@ -21,7 +21,17 @@ DEMO_FOLDER = Path(__file__).parent / "demo"
 """Folder of the bundled demo model, in Hugging Face's format."""
 # The model card tells what a reranker was tuned from. "model*" skips "consolidated.safetensors" and the like, which are second
 # copies of the weights.
-CHECKPOINT_FILES = ("model*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "README.md")
+CHECKPOINT_FILES = (
+    "model*.safetensors",
+    "*.json",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "README.md",
+    "head.*",
+    "readout.safetensors",
+    "*adapter_model.safetensors",
+)
 """Patterns of the files of a checkpoint on the hub."""
 
 
@@ -106,6 +116,8 @@ def _checkpoint(hub_id: str, revision: str | None, files: Sequence[str]) -> Path
     folder = download(hub_id, files, revision)
     wants_weights = any(pattern.endswith(".safetensors") for pattern in files)
     has_weights = any(folder.glob("model*.safetensors")) or not wants_weights
+    if not (folder / "config.json").exists() and (folder / "adapter_model.safetensors").exists():
+        return folder  # an adapter, which names its base model
     if (folder / "config.json").exists() and has_weights:
         return folder
     missing = "model*.safetensors" if (folder / "config.json").exists() else "config.json"

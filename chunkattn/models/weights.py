@@ -15,10 +15,12 @@ from safetensors.flax import save_file
 
 from chunkattn.backends.cpu.packed import quantize_q8_0
 from chunkattn.errors import ModelError
+from chunkattn.models.adapters import Adapter
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.fused import SplitTensors, split_tensors
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_spec import GGUFTensors
+from chunkattn.models.merged import MergedTensors
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.packing import Packing, load_packed, plan_packing
 from chunkattn.models.quantized_folder import QuantizedFolder, open_folder
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _ROWS = 4096
 """Rows of the embedding and of the head that are compared at a time."""
-TensorSource = SafetensorsFolder | SplitTensors | StackedExperts | GGUFTensors
+TensorSource = SafetensorsFolder | SplitTensors | StackedExperts | GGUFTensors | MergedTensors
 """Tensors of one checkpoint, by their names in Hugging Face checkpoints."""
 
 
@@ -41,6 +43,7 @@ def load_weights(
     dtype: jnp.dtype,
     shards: Shards = ONE_DEVICE,
     packing: Packing | None = None,
+    adapter: Adapter | None = None,
 ) -> Decoder:
     """Return a decoder with a checkpoint's weights, read tensor by tensor, packed or cast to `dtype`.
 
@@ -53,6 +56,7 @@ def load_weights(
         dtype: dtype of the weights that are not packed.
         shards: devices that share the weights.
         packing: how matrices are packed; None packs none.
+        adapter: adapter that is added to the weights in float32, before they are rounded; None for none.
 
     Raises:
         ConfigError: no matrix can be packed, and the options ask for packed weights by name.
@@ -62,9 +66,10 @@ def load_weights(
         source = open_gguf(source)
     with ExitStack() as stack:
         if isinstance(source, GGUFFile):
-            return fill(spec, split_tensors(GGUFTensors(source, spec), spec), dtype, shards, packing)
-        folder = open_folder(source, stack, is_nested=spec.is_nested)
-        return fill(spec, split_tensors(folder, spec), dtype, shards, packing)
+            tensors = split_tensors(GGUFTensors(source, spec), spec)
+        else:
+            tensors = split_tensors(open_folder(source, stack, is_nested=spec.is_nested), spec)
+        return fill(spec, tensors if adapter is None else MergedTensors(tensors, adapter), dtype, shards, packing)
 
 
 def fill(
@@ -122,7 +127,8 @@ def _read_transposed(source: TensorSource, name: str, dtype: jnp.dtype, index: I
 
 def _stored(source: TensorSource, name: str, index: Index) -> np.ndarray:
     """Return stored blocks of a matrix, uint8 `[rows, bytes]`."""
-    assert not isinstance(source, SafetensorsFolder) or isinstance(source, QuantizedFolder)
+    source = source.base if isinstance(source, MergedTensors) else source
+    assert isinstance(source, (GGUFTensors, SplitTensors, QuantizedFolder))
     return source.blocks(name, index)
 
 

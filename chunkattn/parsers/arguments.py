@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from chunkattn.adapter_salt import salted, split
 from chunkattn.config import MAX_SALT_CHARS
 from chunkattn.errors import CapacityError, RequestError, shown
 
@@ -131,8 +132,8 @@ def check_salt(salt: Any) -> str | None:
         return None
     if not isinstance(salt, str) or not salt:
         raise RequestError(f"cache_salt must be a non-empty string, got {shown(salt)}", param="cache_salt")
-    if len(salt) > MAX_SALT_CHARS:
-        text = f"cache_salt has {len(salt)} characters, at most {MAX_SALT_CHARS} are allowed; send a hash of it"
+    if len(own := split(salt)[1] or "") > MAX_SALT_CHARS:
+        text = f"cache_salt has {len(own)} characters, at most {MAX_SALT_CHARS} are allowed; send a hash of it"
         raise RequestError(text, param="cache_salt")
     try:
         salt.encode()
@@ -144,14 +145,16 @@ def check_salt(salt: Any) -> str | None:
 def salt_key(salt: Any) -> str | None:
     """Return the digest of a cache salt for messages to the engine: 32 hexadecimal digits for any length.
 
+    The name of an adapter stays readable: the result is `salted` of the name and the digest of the caller's salt.
+
     Args:
         salt: argument of the caller; None gives None.
 
     Raises:
         RequestError: the salt is invalid (see `check_salt`).
     """
-    checked = check_salt(salt)
-    return None if checked is None else hashlib.blake2b(checked.encode(), digest_size=16).hexdigest()
+    adapter, own = split(check_salt(salt))
+    return salted(adapter, None if own is None else hashlib.blake2b(own.encode(), digest_size=16).hexdigest())
 
 
 def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = None) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
 from chunkattn.errors import NotRenderedError, RequestError
@@ -16,7 +16,18 @@ from chunkattn.parsers.encode import PlainEncoder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-State = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+class OneState(NamedTuple):
+    """State that is one whatever its type, such as a JSON array.
+
+    Attributes:
+        value: text or JSON value.
+    """
+
+    value: Any
+
+
+State = str | Mapping[str, Any] | Sequence[Mapping[str, Any]] | OneState
 """State of `LLM.decide`: a text, a JSON object, or messages, each an object with `role` and `content`."""
 States = Sequence[str] | Sequence[Mapping[str, Any]] | Sequence[Sequence[Any]]
 """List of states. A JSON array is a state only within such a list."""
@@ -44,6 +55,8 @@ def read_state(state: Any, part: str = "state") -> str:
     Raises:
         RequestError: the state is empty, or neither text nor JSON.
     """
+    if isinstance(state, OneState):
+        state = state.value
     if isinstance(state, str):
         text = state
     elif is_messages(state):
@@ -58,6 +71,19 @@ def read_state(state: Any, part: str = "state") -> str:
     return text
 
 
+def json_state(state: Any) -> Any:
+    """Return one state as a text or JSON value, for a template that writes it itself.
+
+    Args:
+        state: see `read_state`.
+
+    Raises:
+        RequestError: as `read_state`.
+    """
+    read_state(state)
+    return state.value if isinstance(state, OneState) else state
+
+
 def list_states(state: Any) -> list[Any] | None:
     """Return the entries of a list of states; None if the argument is one state.
 
@@ -67,7 +93,7 @@ def list_states(state: Any) -> list[Any] | None:
     Raises:
         RequestError: the list is empty.
     """
-    if not isinstance(state, (list, tuple)) or is_messages(state):
+    if isinstance(state, OneState) or not isinstance(state, (list, tuple)) or is_messages(state):
         return None
     if not state:
         raise RequestError("the list of states is empty", param="state")

@@ -12,6 +12,7 @@ from secrets import token_hex
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, OutputBuilder
 from chunkattn.calls.job import Ask, Flow, Job, LookUp, Returned, advance
@@ -175,10 +176,12 @@ class AsyncRunner:
         request_id: str | None,
         timeout: float | None,
         snapshots: bool,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         name = token_hex(16) if request_id is None else request_id
         if not isinstance(name, str) or name in self._generations:
             raise RequestError(f"request_id must be a text no other running request has, got {name!r}", param="request_id")
+        await self._load(lora_request)
         with self.client.call(_check_timeout(timeout)) as call:
             self._generations[name] = call, None
             try:
@@ -243,6 +246,12 @@ class AsyncRunner:
         result: T = step.value
         _count_usage(result)
         return result
+
+    async def _load(self, request: Any) -> None:
+        """Load the adapter of a call, if the call brings one."""
+        salt_for(request, None)
+        if request is not None and request.lora_path:
+            await self.client.load_adapter(request.lora_name, request.lora_path)
 
     async def _answer(self, call: InflightRequests, question: Ask | LookUp) -> Sequence[Any]:
         """Return the engine's answer to a question; nothing if the call is aborted."""

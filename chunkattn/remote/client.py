@@ -168,6 +168,20 @@ class EngineClient(Supervisor):
         """
         return await self._query(lambda number: wire.CacheQuery(number, tuple(requests), forget))
 
+    async def load_adapter(self, name: str, place: str) -> None:
+        """Load an adapter that a request brings, unless it is loaded; see `EngineCore.load_adapter`.
+
+        Args:
+            name: name of the adapter.
+            place: its folder or hub id.
+
+        Raises:
+            EngineDeadError: the engine is not ready, or dies.
+            RequestError: the adapter cannot be loaded.
+        """
+        if refusal := await self._query(lambda number: wire.LoadAdapter(number, name, place)):
+            raise RequestError(refusal, param="lora_request")
+
     async def reset_cache(self) -> bool:
         """Empty the cache and return whether every page is free.
 

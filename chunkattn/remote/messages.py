@@ -25,15 +25,18 @@ class Checkpoint:
     path: str
     spec: DecoderSpec
     dtype: str
+    adapter: str | None = None
 
     @staticmethod
     def of(files: ModelFiles) -> Checkpoint:
         """Return the checkpoint of opened files."""
-        return Checkpoint(str(files.path), files.spec, files.dtype.name)
+        adapter = None if files.adapter is None else str(files.adapter)
+        return Checkpoint(str(files.path), files.spec, files.dtype.name, adapter)
 
     def files(self) -> ModelFiles:
         """Return the opened files, without the tokenizer and the other parts that only front ends need."""
-        return ModelFiles(Path(self.path), self.spec, jnp.dtype(self.dtype), None, ())
+        adapter = None if self.adapter is None else Path(self.adapter)
+        return ModelFiles(Path(self.path), self.spec, jnp.dtype(self.dtype), None, (), adapter=adapter)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,15 @@ class CacheQuery:
     query_id: int
     requests: tuple[PrecomputeRequest, ...]
     forget: bool = False
+
+
+@dataclass(frozen=True)
+class LoadAdapter:
+    """Order to load an adapter, see `EngineCore.load_adapter`; answered by `Reply`."""
+
+    query_id: int
+    name: str
+    place: str
 
 
 @dataclass(frozen=True)
@@ -202,14 +214,14 @@ class Reply:
     Attributes:
         query_id: id of the query.
         value: of `ResetCache`, whether every page is free; of `CacheQuery`, the tokens of each request that were cached in
-            memory; of `MetricsQuery`, the metrics in Prometheus' text format.
+            memory; of `MetricsQuery`, the metrics in Prometheus' text format; of `LoadAdapter`, why it is refused, or "".
     """
 
     query_id: int
     value: bool | tuple[CachedTokens, ...] | str
 
 
-ToWorker = Message | Start | Sent | Abort | Stop | Unpin | ResetCache | CacheQuery | MetricsQuery | Shutdown
+ToWorker = Message | Start | Sent | Abort | Stop | Unpin | ResetCache | CacheQuery | LoadAdapter | MetricsQuery | Shutdown
 FromWorker = EngineOutput | Snapshot | Heartbeat | WarmupProgress | Ready | Failed | Ended | Reply
 
 _FRAMES = Frames(get_args(ToWorker | FromWorker))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import zmq
 
 from chunkattn.engine.messages import CachedTokens, GenerateRequest, PrecomputeRequest, RequestFailed, ScoreRequest
-from chunkattn.errors import ConfigError, RequestError
+from chunkattn.errors import ChunkAttnError, ConfigError, RequestError
 from chunkattn.logs import make_handler, since_start
 from chunkattn.remote import messages as wire
 from chunkattn.remote.hosts.first_host import FirstHost
@@ -203,6 +203,8 @@ class Worker:
                 return wire.Reply(query_id, self.core.reset_prefix_cache())
             case wire.CacheQuery(query_id, requests, forget):
                 return wire.Reply(query_id, tuple(self._look_up(r, forget) for r in requests))
+            case wire.LoadAdapter(query_id, name, place):
+                return wire.Reply(query_id, self._load_adapter(name, place))
             case wire.MetricsQuery(query_id):
                 return wire.Reply(query_id, self.core.metrics_text())
             case wire.Shutdown():
@@ -216,6 +218,15 @@ class Worker:
             return self.core.look_up(request, forget=forget)
         except RequestError:  # a request that this engine cannot compute is not cached
             return CachedTokens(0, (0,) * request.layout.num_chunks, 0)
+
+    def _load_adapter(self, name: str, place: str) -> str:
+        """Load an adapter, and return why it is refused; an empty text if it is not."""
+        self._clock.begin("loading")
+        try:
+            self.core.load_adapter(name, place)
+        except ChunkAttnError as error:
+            return str(error)
+        return ""
 
     def _let_disk_catch_up(self) -> None:
         """Wait for the K/V store until a message arrives; see `EngineCore.disk_is_behind`."""

@@ -13,6 +13,7 @@ from chunkattn.calls.decide import DecideOptions
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError
 from chunkattn.outputs import ScoreUsage
+from chunkattn.parsers.states import OneState
 from chunkattn.schema.base import Body, CacheSalt, E, TemplateOptions
 from chunkattn.schema.generation import PromptDocuments, with_stored
 from chunkattn.web.errors import UNSUPPORTED_KIND
@@ -23,7 +24,7 @@ class DecideBody(Body):
 
     system: str | None = None
     """Content of a system message before the state."""
-    method: Literal["letters", "likelihood", "separate"] = "letters"
+    method: Literal["auto", "letters", "likelihood", "separate", "head"] = "auto"
     """Method by which options become prompts."""
     calibrate: bool | Literal["fitted"] = False
     """Divide the probability of each label by its probability behind the state "N/A"; or use a fit."""
@@ -43,8 +44,8 @@ class DecideBody(Body):
         """Return the number of probabilities in the answer."""
         raise NotImplementedError
 
-    def call(self) -> tuple[str, list[Question]]:
-        """Return the text of the state, and the questions that the model is asked.
+    def call(self) -> tuple[OneState, list[Question]]:
+        """Return the state and the questions that the model is asked.
 
         Raises:
             RequestError: a text is no JSON.

@@ -19,7 +19,7 @@ from chunkattn.decisions import (
     Question,
     Rating,
 )
-from chunkattn.parsers.states import read_state
+from chunkattn.parsers.states import OneState
 from chunkattn.schema.accepted import ShortText, no_effect
 from chunkattn.schema.base import CacheSalt, Entry, FastList
 from chunkattn.schema.decide import DecideBody, Kinds, compact, usage_of
@@ -269,10 +269,10 @@ class DecisionsBody(DecideBody):
         """Return the number of probabilities in the answer."""
         return sum(question.num_values for question in self.questions)
 
-    def call(self) -> tuple[str, list[Question]]:
+    def call(self) -> tuple[OneState, list[Question]]:
         """Return the state and the questions; see `DecideBody.call`."""
         state = self.input if isinstance(self.input, str) else [state_message(item.model_dump()) for item in self.input]
-        return read_state(state), [question.question() for question in self.questions]
+        return OneState(state), [question.question() for question in self.questions]
 
     def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
         """Return answers and usage; see `DecideBody.answer`."""

@@ -21,7 +21,7 @@ from chunkattn.decisions import (
     RatingAnswer,
 )
 from chunkattn.errors import RequestError
-from chunkattn.parsers.states import read_state
+from chunkattn.parsers.states import OneState
 from chunkattn.schema.base import Entry, FastList
 from chunkattn.schema.decide import DecideBody, Kinds, compact, usage_of
 
@@ -138,7 +138,7 @@ class SystemOneBody(DecideBody):
         """Return the number of probabilities in the answer."""
         return sum(question.num_values for question in self.questions.values())
 
-    def call(self) -> tuple[str, list[Question]]:
+    def call(self) -> tuple[OneState, list[Question]]:
         """Return the state and the questions that have several possible answers; see `DecideBody.call`."""
         questions = []
         for name, named in self.questions.items():
@@ -148,7 +148,7 @@ class SystemOneBody(DecideBody):
                 raise RequestError(f": {error}", param="questions", part=_shown(name)) from None
             if _is_open(named):
                 questions.append(question)
-        return read_state(self.state), questions
+        return OneState(self.state), questions
 
     def answer(self, output: DecisionOutput, min_mass: float) -> dict[str, Any]:
         """Return answers and usage; see `DecideBody.answer`. This format has no refusals."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from chunkattn import logs
 from chunkattn.async_llm import AsyncLLM
+from chunkattn.errors import ChunkAttnError
 from chunkattn.server.app import create_app
 from chunkattn.server.state import ServerState
 from chunkattn.web.listening import prepared, run_service, url_of
@@ -53,6 +54,9 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
             if starting.done() and not starting.exception():
                 gc.collect()
                 gc.freeze()  # later collections skip the long-lived modules and model
+                asking = asyncio.create_task(_find_decide_method(llm))
+                await asyncio.wait({serving, asking}, return_when=asyncio.FIRST_COMPLETED)
+                asking.cancel()
                 restoring = asyncio.create_task(state.documents.restore())
                 await asyncio.wait({serving, restoring}, return_when=asyncio.FIRST_COMPLETED)
                 if config.ready_when_warm:
@@ -74,6 +78,14 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
         raise ended[0]
     state.bodies.decoder.close()
     return llm.threads.busy + state.bodies.decoder.busy
+
+
+async def _find_decide_method(llm: AsyncLLM) -> None:
+    """Choose the method of decisions before the server is ready, so that no request waits for it."""
+    try:
+        await llm.find_decide_method()
+    except ChunkAttnError as error:
+        logger.warning("decide_method auto: the first decision asks the model, because the start could not: %s", error)
 
 
 async def _wait_until_warm(llm: AsyncLLM) -> None:

@@ -74,11 +74,14 @@ def test_a_text_flips_by_its_tokens():
     assert found(a, c) == (1, 1, 0.0)
 
 
+ODD = "A first answer that is the odd one counts in every condition."
+
+
 def test_the_verdict():
     exact = [Tally("scores", "again", 32), Tally("texts", "again", 4)]
     assert verdict(exact) == "0 of 36 answers flip, 0 differ; probabilities move by 0.0"
     moved = [*exact, Tally("scores", "under load", 64, 16, 1, 0.03125)]
-    assert verdict(moved) == "1 of 100 answers flip (1.0%), 16 differ (16.0%); probabilities move by up to 0.031"
+    assert verdict(moved) == "1 of 100 answers flip (1.0%), 16 differ (16.0%); probabilities move by up to 0.031. " + ODD
 
 
 # Answers
@@ -291,7 +294,8 @@ def test_company_that_moves_a_score():
     assert {figure[1:] for figure in figures.values()} == {(0, 0, 0.0)}
     answers, differ = 6 * SCORES + 4 * TEXTS, 4 * SCORES
     assert report["verdict"] == (
-        f"0 of {answers} answers flip (0.0%), {differ} differ ({differ / answers:.1%}); probabilities move by up to 0.25"
+        f"0 of {answers} answers flip (0.0%), {differ} differ ({differ / answers:.1%}); probabilities move by up to 0.25. "
+        + ODD
     )
 
 

@@ -366,7 +366,7 @@ def test_bad_questions(question, message, llm):
         ({"a": {1}}, {}, "state", "state is no JSON"),
         ({"a": float("nan")}, {}, "state", "state is no JSON"),
         ([], {}, "state", "the list of states is empty"),
-        ("a", {"method": "guess"}, "method", "method must be one of letters, likelihood, separate"),
+        ("a", {"method": "guess"}, "method", "method must be one of auto, letters, likelihood, separate, head"),
         ("a", {"system": " "}, "system", "system must be"),
         ("a", {"system": "a", "chat_template_kwargs": {"chat_template": GEMMA}}, "system", "System role not supported"),
         ("a", {"chat_template_kwargs": {"chat_template": "{{ messages[0].content | tojson }}"}}, "questions", "as it is"),

@@ -311,7 +311,7 @@ def test_a_reader_that_leaves_ends_the_run(folder, files):
 def test_one_state(folder, files):
     (files / "state.json").write_text('[{"role": "user", "content": "Hi"}]')
     (files / "state.txt").write_text("[1]")
-    done = run(folder, files, "Ana likes figs.")
+    done = run(folder, files, "Ana likes figs.", "--method", "letters")
     assert done.exit_code == 0, done.output
     assert [word in done.stdout for word in ("figs", "Who writes?", "How late?", "letters: ")] == [True] * 4
     llm = LLM(str(folder), kv_cache_memory_bytes=16 << 20)
@@ -325,6 +325,6 @@ def test_one_state(folder, files):
         done = run(folder, files, *arguments, "--output", "-", input=b"a\nb\n")
         assert done.exit_code == 0, done.output
         assert json.loads(done.stdout)["answers"] == as_json(llm.decide(state, ASKED, **options))["answers"]
-        assert json.loads(done.stdout)["method"] == options.get("method", "letters")
+        assert json.loads(done.stdout)["method"] == options.get("method", llm.frontend.decide_method)
     done = run(folder, files, "a", "--output-format", "csv")
     assert next(csv.reader(io.StringIO(done.stdout)))[0] == "figs"

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from chunkattn import LLM, SamplingParams
+from chunkattn import LLM, Choice, SamplingParams
 from chunkattn.engine.follower import Follower
-from chunkattn.engine.host_calls import Forward, HostCall, ReadClasses
+from chunkattn.engine.host_calls import Forward, HostCall, ReadClasses, ReadHidden
 from chunkattn.models.loader import open_files
 from chunkattn.remote.hosts.group_messages import CALLS as FRAMES
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
+from tests.decision_models import make_base, pointer_head, save_kev
 from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, OPTIONS, Answers
 
 FORKED = SamplingParams(n=3, temperature=1.0, seed=7, max_tokens=4, logit_bias={5: 2.0}, min_tokens=2, logprobs=0)
@@ -62,8 +63,22 @@ def test_pages_and_programs_are_equal(checkpoint, told, backend):
     assert pools(first)[0].any()
     assert first.core.runner.compiles == other.core.runner.compiles
     kinds = Counter(type(call) for call in told.calls)
-    assert set(kinds) == set(get_args(HostCall)) - {ReadClasses}
+    assert set(kinds) == set(get_args(HostCall)) - {ReadClasses, ReadHidden}
     assert {call.backend for call in told.calls if isinstance(call, Forward)} == {None, "packed_dense"}
+
+
+def test_a_decision_model_is_followed(tmp_path, told):
+    make_base(tmp_path, "qwen3")
+    save_kev(tmp_path, "base", pointer_head())
+    options = {name: value for name, value in OPTIONS.items() if name != "skip_tokenizer_init"}
+    first, other = LLM(str(tmp_path), **options), LLM(str(tmp_path), **options)
+    lead(first, told)
+    first.decide("Ana likes figs.", [Choice("Who?", ["Ana", "Ben"])], use_tqdm=False)
+    follower = Follower(other.core)
+    for call in told.calls:
+        follower.run(call)
+    assert any(isinstance(call, ReadHidden) for call in told.calls)
+    assert first.core.runner.compiles == other.core.runner.compiles
 
 
 def test_a_classifier_is_followed(tmp_path, told):

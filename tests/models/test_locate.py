@@ -95,7 +95,7 @@ def test_the_template_of_a_downloaded_reranker(hub, checkpoint, tmp_path):
         (["config.json", "m-Q4_K_M.gguf", "m-Q8_0.gguf"], r"no model\*\.safetensors: .*\(Q4_K_M, Q8_0\); .*'a/b:Q4_K_M'"),
         (["m-Q8_0.gguf"], r"no config\.json: it holds GGUF files \(Q8_0\); pass one as MODEL:QUANT, such as 'a/b:Q8_0'"),
         (["config.json", "pytorch_model.bin"], r"pickled weights of PyTorch.*from_pretrained\('a/b'\)"),
-        (["adapter_config.json", "adapter_model.safetensors"], "PEFT adapter; merge it"),
+        (["adapter_config.json", "adapter_model.bin"], r"PEFT adapter without adapter_model\.safetensors"),
         (["model_index.json", "unet/config.json"], "diffusion pipeline"),
         (["onnx/model.onnx", "config.json"], "ONNX"),
     ],
@@ -105,6 +105,20 @@ def test_repositories_without_a_checkpoint(files, message, hub, make):
     hub.add("a/b", make(dict.fromkeys(files, b"{}")))
     with pytest.raises(ModelError, match=message):
         resolve_path("a/b")
+
+
+def test_an_adapter_on_the_hub_is_a_model(hub, checkpoint, make):
+    """It stands for its base model, at the revision that it names."""
+    hub.add("some/base", checkpoint("qwen3"))
+    fields = json.dumps({"base_model_name_or_path": "some/base", "peft_type": "LORA"}).encode()
+    hub.add("a/b", make({"adapter_config.json": fields, "adapter_model.safetensors": b"", "head.pt": b"", "train.log": b""}))
+    assert {file.name for file in resolve_path("a/b").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "head.pt",
+    }
+    with pytest.raises(ModelError, match=r"head\.pt is no file|head\.pt cannot be read"):
+        open_files(EngineConfig(model="a/b", skip_tokenizer_init=True))
 
 
 # Quantisations
@@ -264,7 +278,11 @@ def test_a_pointer_of_git_lfs_in_place_of_a_gguf_file(make):
         ("hub", ["models--a--b/refs/main"], r"the hub's cache of several models; pass a hub id, such as 'a/b'"),
         ("ollama", ["manifests/x", "blobs/sha256-0f"], "Ollama's store; `ollama show --modelfile NAME`"),
         ("model", [".cache/huggingface/download/x.incomplete"], "a download into it is incomplete; run the download again"),
-        ("model", ["adapter_config.json", "adapter_model.safetensors"], "PEFT adapter; merge it into its base model"),
+        (
+            "model",
+            ["adapter_config.json", "adapter_model.safetensors"],
+            "names no base_model_name_or_path; pass the base as model",
+        ),
         ("model", ["model_index.json"], "diffusion pipeline"),
         ("model", ["pytorch_model.bin"], "pickled weights of PyTorch"),
         ("model", ["consolidated.00.pth", "tokenizer.model"], "Meta's own format"),

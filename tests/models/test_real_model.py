@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from chunkattn import LLM, ChunkedPrompt, SamplingParams
+from chunkattn import LLM, Choice, ChunkedPrompt, SamplingParams
 from examples.real_model import DOCUMENTS, QUESTIONS, SYSTEM, chat
 from tests.gguf_files import SMOLLM2, gguf_oracle
 
@@ -94,3 +94,9 @@ def test_the_example_answers_rightly_in_every_order(path):
     cached = re.findall(r"  chunks  +(\d+) of (\d+) prompt tokens cached, first token after \d", done.stdout)
     assert len(cached) == count
     assert all(int(total) - 32 < int(found) < int(total) for found, total in cached)
+
+
+def test_decisions_are_by_likelihood(llm):
+    """Letters are right about by chance in a model of this size."""
+    output = llm.decide("Ana likes figs and Ben likes dates.", [Choice("What does Ben like?", ["figs", "dates", "plums"])])
+    assert output.method == output.answers[0].method == "likelihood"

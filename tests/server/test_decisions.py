@@ -19,6 +19,7 @@ from chunkattn import Choice, Level, Option, Predicate, Rating
 from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, RatingAnswer
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.outputs import ScoreUsage
+from chunkattn.parsers.states import read_state
 from chunkattn.schema.decisions import JSON_BYTES, JSON_LEVELS, JSON_VALUES
 from chunkattn.server.app import create_app
 from chunkattn.web.options import ServerConfig
@@ -54,7 +55,7 @@ def calls(llm):
     made = Calls()
 
     async def decide(state, questions, *, timeout=None, **options):
-        made.append((state, questions, options))
+        made.append((read_state(state), questions, options))
         if made.error is not None:
             raise made.error
         return DecisionOutput([*map(fixed, questions)], ScoreUsage(10, 7, 3), options["method"])

@@ -13,7 +13,7 @@ import pytest
 
 from chunkattn import Choice, Predicate, Rating
 from tests.patience import PATIENCE_S
-from tests.server_helpers import ServerProcess, is_idle, wait_until
+from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
 DECISIONS, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "decisions.md"
@@ -238,3 +238,15 @@ def test_the_snippet_of_the_guide_runs(demo_server):
     names = {}
     exec(compile(code, GUIDE.name, "exec"), names)
     assert 0 < names["decision"].answers[0].probability < 1
+
+
+@pytest.mark.ci
+def test_the_method_is_known_before_the_server_is_ready():
+    server = ServerProcess(*SMALL[:-1])
+    with server.client() as http:
+        (model,) = http.get("/v1/models").json()["data"]
+        assert model["decide_method"] in ("letters", "likelihood")
+        told = http.post(DECISIONS, json={"input": STATE, "questions": QUESTIONS}).json()
+        assert told["method"] == model["decide_method"]
+    assert any("decide_method auto" in line for line in server.log)
+    assert server.close() == 0

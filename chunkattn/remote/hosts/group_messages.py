@@ -14,7 +14,7 @@ from chunkattn.engine.host_calls import HostCall
 from chunkattn.remote.frames import Frames, to_plain
 from chunkattn.remote.messages import Checkpoint, Failed
 
-_OWN_OPTIONS = ("model", "tokenizer", "revision", "chunk_calibration", "host_index", "group_secret_file")
+_OWN_OPTIONS = ("model", "adapter", "tokenizer", "revision", "chunk_calibration", "host_index", "group_secret_file")
 """Options that may differ between hosts."""
 _ROOM_BYTES = 1 << 29
 """Bytes for the arrays of one call: edits of 64 rows over a vocabulary of 256K tokens take 208 MiB."""

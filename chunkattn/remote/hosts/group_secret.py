@@ -13,8 +13,8 @@ from zmq.utils import z85
 
 from chunkattn.addresses import is_loopback
 from chunkattn.config import EngineConfig, split_address
-from chunkattn.engine.verdicts import user_cache
 from chunkattn.errors import ConfigError
+from chunkattn.user_cache import user_cache
 
 VARIABLE = "CHUNKATTN_GROUP_SECRET"
 """Environment variable that holds the secret."""

@@ -6,6 +6,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from chunkattn.calls.decide_verdict import AUTO
 from chunkattn.decisions import DecisionOutput
 from chunkattn.errors import RequestError
 from chunkattn.outputs import ScoreUsage
@@ -47,14 +48,15 @@ async def decide(body: DecideBody, request: Request, state: ServerState, caller:
 
 
 async def _answer(body: DecideBody, state: ServerState, caller: Caller) -> Response:
-    output = DecisionOutput([], ScoreUsage(0, 0, 0), body.method)
+    method = (state.llm.decide_method or AUTO) if body.method == AUTO else body.method
+    output = DecisionOutput([], ScoreUsage(0, 0, 0), method)
     salt, timeout = caller.salt(body.salt), state.config.request_timeout_s
     stored = state.named_documents(named_documents(body.documents), caller, body.salt)
     options = body.options(salt, {number: document.chunk for number, document in stored.items()})
     try:
-        text, questions = await state.llm.threads.run(body.call)
+        asked_of, questions = await state.llm.threads.run(body.call)
         if questions:  # a question with one possible answer is not asked
-            output = await state.llm.decide(text, questions, timeout=timeout, **options)
+            output = await state.llm.decide(asked_of, questions, timeout=timeout, **options)
     except RequestError as error:
         raise body.own_error(error) from None
 

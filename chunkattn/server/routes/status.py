@@ -52,6 +52,7 @@ def _model(state: ServerState, name: str) -> dict[str, Any]:
         "owned_by": "chunkattn",
         "root": state.model_name,
         "max_model_len": None if limits is None else limits.max_model_len,
+        "decide_method": state.llm.decide_method,
     }
 
 
@@ -90,6 +91,8 @@ def _reason(status: str, state: ServerState) -> str:
             return f"{client.warmup[0]} of {client.warmup[1]} programs are compiled"
         case "draining":
             return "the server has got SIGTERM, and finishes running requests"
+        case "starting" if client.is_ready and state.llm.decide_method is None:
+            return "the method of decisions is being chosen"
         case "starting" if client.is_ready:
             return "stored documents are being restored"
     return client.reason

@@ -29,7 +29,7 @@ Data = Annotated[
     ),
 ]
 ENGINE = (
-    "tokenizer document_template chat_template dtype weights activations quantization kv_cache_dtype "
+    "tokenizer document_template chat_template dtype weights activations quantization adapter kv_cache_dtype "
     "attention_backend tensor_parallel_size kv_cache_memory_bytes"
 )
 """Options of the engines of both commands."""

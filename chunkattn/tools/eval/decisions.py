@@ -11,10 +11,11 @@ from jaxtyping import Float64
 
 from chunkattn.calls.decide import FITTED, DecideOptions
 from chunkattn.calls.decide_questions import METHODS, ask
+from chunkattn.calls.decide_verdict import HEAD
 from chunkattn.decisions import Answer, Choice, PredicateAnswer
 from chunkattn.decisions import Question as Asked
 from chunkattn.llm import LLM
-from chunkattn.parsers.states import read_state
+from chunkattn.parsers.states import OneState, read_state
 from chunkattn.tools.eval.data import Decisions, at_line
 from chunkattn.tools.eval.measures import Mean, mean_of, percentile_interval
 from chunkattn.tools.eval.report import Row, interval_text
@@ -51,10 +52,14 @@ def ways_of(llm: LLM) -> list[Way]:
     """Return the ways that an engine can answer in; the first is the baseline.
 
     Args:
-        llm: engine; with a calibration of labels it has three more ways.
+        llm: engine; with a calibration of labels it has three more ways, and a decision model has its head first.
     """
-    fitted = [Way(method, cast("Calibrate", FITTED)) for method in METHODS if llm.frontend.label_scales]
-    return sorted([*WAYS, *fitted], key=lambda way: METHODS.index(way.method))
+    frontend = llm.frontend
+    head = [Way(HEAD)] if frontend.head_prompts is not None else []
+    if not frontend.has_language_head:
+        return head
+    fitted = [Way(method, cast("Calibrate", FITTED)) for method in METHODS if frontend.label_scales]
+    return [*head, *sorted([*WAYS, *fitted], key=lambda way: METHODS.index(way.method))]
 
 
 @dataclass(frozen=True)
@@ -99,12 +104,13 @@ def examine(
         text, names = read_state(line.state), [*map(repr, line.questions)]
         for way, answer in answers.items():
             with at_line(line.line):
-                tokens = _tokens(llm, text, line.questions, way.method, template_options)
+                tokens = _tokens(llm, line.state, line.questions, way.method, template_options)
                 fit = [scales] if way.calibrate == FITTED else []
                 key = result_key("decisions", *engine, text, names, tokens, way.method, way.calibrate, *fit)
                 if key not in results:
                     values = [
-                        _ask(llm, text, asked, way, template_options) for asked in (line.questions, _turned(line.questions))
+                        _ask(llm, OneState(line.state), asked, way, template_options)
+                        for asked in (line.questions, _turned(line.questions))
                     ]
                     results.add([{"key": key, "line": line.line, "way": way.name, "shares": values[0], "turned": values[1]}])
             answer.shares.append([np.asarray(shares) for shares in results[key]["shares"]])
@@ -115,11 +121,17 @@ def examine(
 
 
 def _tokens(
-    llm: LLM, state: str, questions: Sequence[Asked], method: str, template_options: Mapping[str, Any] | None
+    llm: LLM, state: Any, questions: Sequence[Asked], method: str, template_options: Mapping[str, Any] | None
 ) -> list[Sequence[int]]:
-    """Return the token ids of a line's prompts and labels, which follow from the tokenizer and its chat template."""
+    """Return the token ids of a line's prompts and labels, which follow from the tokenizer and its chat template.
+
+    Of a head, they are those of its own prompts, and the head's digest comes first.
+    """
+    if method == HEAD:
+        assert llm.frontend.head_prompts is not None
+        return llm.frontend.head_prompts.tokens(state, questions)
     labels, plain = llm.frontend.answer_labels(None, template_options), llm.frontend.plain
-    tokens: list[Sequence[int]] = [labels.template.prefix(state)]
+    tokens: list[Sequence[int]] = [labels.template.prefix(read_state(state))]
     for number, question in enumerate(questions):
         asked = ask(question, method, labels, part := f"question {number}")
         tokens += [asked.label_ids, *(labels.template.item(pieces, part) for pieces in asked.items)]
@@ -128,7 +140,7 @@ def _tokens(
 
 
 def _ask(
-    llm: LLM, state: str, questions: Sequence[Asked], way: Way, template_options: Mapping[str, Any] | None
+    llm: LLM, state: OneState, questions: Sequence[Asked], way: Way, template_options: Mapping[str, Any] | None
 ) -> list[list[float]]:
     options: DecideOptions = {"method": way.method, "calibrate": way.calibrate, "chat_template_kwargs": template_options}
     output = llm.decide(state, questions, use_tqdm=False, **options)

@@ -141,7 +141,7 @@ def verdict(tallies: Sequence[Tally]) -> str:
         return f"0 of {answers} answers flip, 0 differ; probabilities move by 0.0"
     return (
         f"{flips} of {answers} answers flip ({flips / answers:.1%}), {differ} differ ({differ / answers:.1%}); "
-        f"probabilities move by up to {drift:.2g}"
+        f"probabilities move by up to {drift:.2g}. A first answer that is the odd one counts in every condition."
     )
 
 

@@ -97,7 +97,7 @@ def test_decide(page):
     assert not page.get("decide-stale").is_displayed()
 
     # Another method, a question more and one less.
-    page.get("method").send_keys(Keys.ARROW_DOWN)
+    page.get("method").send_keys(Keys.ARROW_DOWN, Keys.ARROW_DOWN)
     assert page.get("decide-stale").is_displayed()
     page.get("calibrate").click()
     page.get("add-question").click()

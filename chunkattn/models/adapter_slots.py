@@ -1,0 +1,172 @@
+"""`AdapterSlots`: the LoRA adapters of an engine, stacked on its devices, and the products of rows with them.
+
+The factors of every matrix are stacked, `[slots, rank, in]` and `[slots, out, rank]`, with zeros up to the largest rank: a zero
+adds exactly zero. The rows of a step are sorted by their slot, and both products are products of groups, which add a row up in
+one order for any company. A row without an adapter keeps the bits of its product with the matrix.
+
+Axes: `T` rows, `S` slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from chunkattn.errors import ConfigError
+from chunkattn.models.adapters import Adapter
+from chunkattn.models.experts import multiply_groups
+from chunkattn.models.shards import Shards, divided
+from chunkattn.models.spec import EXPERTS, ROUTERS, DecoderSpec
+
+Stacks = dict[str, tuple[Any, Any]]
+"""Two arrays for each module, the factors of its inputs and of its outputs."""
+_DEPTH = 32
+"""Multiple of which the products' depths are: that of `chunkattn.backends.cpu.linear.IN_STEP`."""
+
+
+class AdapterSlots:
+    """Adapters of an engine on the devices of its model.
+
+    Args:
+        spec: shape of the decoder.
+        dtype: dtype of the factors.
+        shards: devices of the model.
+        count: number of slots.
+        max_rank: largest rank.
+        only: adapters whose matrices alone have factors; None for factors of all matrices.
+
+    Attributes:
+        count: number of slots, which is the slot of rows without an adapter.
+        arrays: the stacked factors by module.
+        partitions: partition of each array.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, dtype: Any, shards: Shards, count: int, max_rank: int, only: Iterable[Adapter] | None = None
+    ) -> None:
+        self.count, self.max_rank, self._dtype = count, max_rank, dtype
+        self._depth = -(-max_rank // _DEPTH) * _DEPTH
+        used = None if only is None else {name for adapter in only for name, _ in adapter.deltas}
+        shapes = {name: shape for name, shape in spec.parameters().items() if _is_adaptable(name, shape)}
+        self._shapes = {name: shape for name, shape in shapes.items() if used is None or name in used}
+        self.arrays: Stacks = {}
+        self.partitions: Stacks = {}
+        for name, (outputs, inputs) in self._shapes.items():
+            out, inward = (*shards.partition(name), None, None)[:2]
+            of = divided(None, None, inward), divided(None, out)
+            self.partitions[_module(name)] = of
+            sizes = (count, max_rank, inputs), (count, outputs, self._depth)
+            self.arrays[_module(name)] = _zeros(sizes[0], dtype, shards, of[0]), _zeros(sizes[1], dtype, shards, of[1])
+
+    def check(self, adapter: Adapter) -> None:
+        """Check that an adapter can be in a slot.
+
+        Args:
+            adapter: the adapter.
+
+        Raises:
+            ConfigError: its rank is too large, or it has more than products of the layers' matrices.
+        """
+        if adapter.rank > self.max_rank:
+            raise ConfigError(f"adapter {adapter.path}: rank {adapter.rank} exceeds max_lora_rank {self.max_rank}; raise it")
+        others = [name for name, _ in adapter.deltas if name not in self._shapes]
+        if adapter.heads or others:
+            what = next(iter([*adapter.heads, *others]))
+            raise ConfigError(
+                f"adapter {adapter.path} changes {what!r}, which no request can choose; merge it at the load (adapter=)"
+            )
+
+    def put(self, slot: int, adapter: Adapter) -> None:
+        """Write the factors of a checked adapter to a slot.
+
+        Args:
+            slot: number of the slot.
+            adapter: the adapter.
+        """
+        for name, (outputs, inputs) in self._shapes.items():
+            a, b = np.zeros((self.max_rank, inputs), self._dtype), np.zeros((outputs, self._depth), self._dtype)
+            if (delta := adapter.deltas.get((name, None))) is not None:
+                rank = len(delta.a)
+                a[:rank] = delta.a
+                b[:, :rank] = np.asarray(delta.b, np.float32) * np.float32(delta.scale)
+            module = _module(name)
+            stacks = self.arrays[module]
+            self.arrays[module] = _write(stacks[0], slot, a), _write(stacks[1], slot, b)
+
+
+class RowAdapters(NamedTuple):
+    """Adapters of the rows of a step. The pairs of a row and its slot are sorted by slot; rows without an adapter are last.
+
+    Attributes:
+        stacks: factors by module, of one device.
+        rows: row of each pair.
+        sizes: number of pairs of each slot.
+        places: pair of each row.
+        is_adapted: whether a row has an adapter.
+    """
+
+    stacks: Mapping[str, tuple[jax.Array, jax.Array]]
+    rows: Int32[Array, " T"]
+    sizes: Int32[Array, " S"]
+    places: Int32[Array, " T"]
+    is_adapted: Bool[Array, " T"]
+
+    @staticmethod
+    def of(stacks: Mapping[str, tuple[jax.Array, jax.Array]], slots: Int32[Array, " T"], count: int) -> RowAdapters:
+        """Sort the rows of a step.
+
+        Args:
+            stacks: factors by module.
+            slots: slot of each row; `count` for none.
+            count: number of slots.
+        """
+        order = jnp.argsort(slots, stable=True).astype(jnp.int32)
+        sizes = jnp.sum(slots[:, None] == jnp.arange(count), axis=0, dtype=jnp.int32)
+        return RowAdapters(stacks, order, sizes, jnp.argsort(order).astype(jnp.int32), slots < count)
+
+    def add(
+        self, products: Sequence[Float32[Array, "T out"]], x: Float[Array, "T in"], modules: Sequence[str]
+    ) -> list[Float32[Array, "T out"]]:
+        """Return products of rows with matrices, with those of their adapters added.
+
+        Args:
+            products: products of the rows with the matrices.
+            x: the rows.
+            modules: module of each product.
+        """
+        added, numbers = list(products), jnp.arange(len(x), dtype=jnp.int32)
+        own = [place for place, module in enumerate(modules) if module in self.stacks]
+        inner = multiply_groups(x, self.rows, self.sizes, [self.stacks[modules[place]][0] for place in own]) if own else []
+        for place, values in zip(own, inner, strict=True):
+            b = self.stacks[modules[place]][1]
+            padded = jnp.pad(values, ((0, 0), (0, b.shape[2] - values.shape[1])))
+            (outer,) = multiply_groups(padded, numbers, self.sizes, [b])
+            added[place] = jnp.where(self.is_adapted[:, None], added[place] + outer[self.places], added[place])
+        return added
+
+
+def _is_adaptable(name: str, shape: tuple[int, ...]) -> bool:
+    """Return whether a parameter is a matrix of a layer that multiplies all rows."""
+    return len(shape) == 2 and ".layers." in name and not name.endswith(ROUTERS) and f".{EXPERTS}." not in name
+
+
+def _module(parameter: str) -> str:
+    return parameter.removesuffix(".weight")
+
+
+def _zeros(shape: tuple[int, ...], dtype: Any, shards: Shards, partition: PartitionSpec) -> jax.Array:
+    if (sharding := shards.sharding(partition)) is None:
+        return jnp.zeros(shape, dtype)
+    return jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
+
+
+@partial(jax.jit, donate_argnums=0)
+def _write(stack: jax.Array, slot: int, values: np.ndarray) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(stack, values, slot, 0)

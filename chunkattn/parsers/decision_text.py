@@ -1,0 +1,80 @@
+"""`MarkedEncoder`: tokenizer of a decision model's prompts, whose marks say where its head reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from chunkattn.errors import RequestError
+from chunkattn.parsers.encode import PlainEncoder
+
+_OPEN, _CLOSE = "\uf8f0", "\uf8f1"
+"""Private characters around the text of a control token that a user wrote."""
+_ESCAPED = ("\\uf8f0", "\\uf8f1")
+
+
+class MarkedEncoder:
+    """Tokenizer of texts with marks and splits, in which users' texts do not become control tokens.
+
+    The user's control tokens are wrapped before a template writes the text, and unwrapped before it is tokenized.
+
+    Args:
+        plain: tokenizer of trusted and untrusted text.
+        mark: text of a mark.
+        split: text that only divides the text for the tokenizer.
+        sanitizes: whether the user's texts never become control tokens. If not, marks and splits in them are left out.
+    """
+
+    def __init__(self, plain: PlainEncoder, mark: str, split: str, *, sanitizes: bool) -> None:
+        self._plain, self._mark, self._sanitizes = plain, mark, sanitizes
+        words = sorted([mark, split, *(plain.control.ids if sanitizes else ())], key=len, reverse=True)
+        self._words = re.compile("|".join(map(re.escape, words)))
+        self._pieces = re.compile(f"{_OPEN}(.*?){_CLOSE}|({re.escape(mark)}|{re.escape(split)})", re.DOTALL)
+
+    def wrapped(self, value: Any) -> Any:
+        """Return a JSON value of the user with its control tokens wrapped.
+
+        Args:
+            value: texts, or lists and objects of texts.
+        """
+        if isinstance(value, str):
+            value = value.replace(_OPEN, "").replace(_CLOSE, "")
+            return self._words.sub(rf"{_OPEN}\g<0>{_CLOSE}" if self._sanitizes else "", value)
+        if isinstance(value, Mapping):
+            return {self.wrapped(key) if isinstance(key, str) else key: self.wrapped(entry) for key, entry in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.wrapped(entry) for entry in value]
+        return value
+
+    def __call__(self, text: str, name: str, param: str) -> tuple[list[int], list[int]]:
+        """Return the token ids of a text without its marks and splits, and the number of tokens before each mark.
+
+        Args:
+            text: text that a template wrote of wrapped values.
+            name: name of the text, for error messages.
+            param: name of the argument that holds the text.
+
+        Raises:
+            RequestError: the text cannot be tokenized, or the template has escaped the user's control tokens.
+        """
+        if any(escaped in text for escaped in _ESCAPED):
+            raise RequestError(f"{name} holds a control token, which the model's template escapes", param=param)
+        ids, marks = list[int](), list[int]()
+        pieces, start = [""], 0
+        for found in self._pieces.finditer(text):
+            pieces[-1] += text[start : found.start()]
+            start = found.end()
+            if found[2] is None:
+                pieces += [found[1], ""]
+                continue
+            ids += self._encoded(pieces, name, param)
+            pieces = [""]
+            if found[2] == self._mark:
+                marks.append(len(ids))
+        pieces[-1] += text[start:]
+        return ids + self._encoded(pieces, name, param), marks
+
+    def _encoded(self, pieces: list[str], name: str, param: str) -> list[int]:
+        """Return the token ids of trusted text at even places and untrusted text at odd ones."""
+        return self._plain.fill(pieces, name, param) if any(pieces) else []

@@ -1,0 +1,240 @@
+"""Adapters by request: transformers with W + s B A is the witness, and no company, cache or history moves a bit of a row."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from chunkattn import LLM, AsyncLLM, ChunkedPrompt, LoRARequest, SamplingParams
+from chunkattn.engine import request as requests
+from chunkattn.errors import CapacityError, ConfigError, RequestError
+from tests.adapter_files import linears, make_adapter
+from tests.checkpoints import VOCAB
+
+OPTIONS = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
+A, B = LoRARequest("a", 1), LoRARequest("b", 2)
+WHICH = [None, A, B, A, None, B]
+
+
+@pytest.fixture(scope="module")
+def adapters(oracle, tmp_path_factory):
+    """Folders of two adapters of a checkpoint, of unlike ranks and matrices, and the models with them, by name."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            model, folder = oracle(name).model, tmp_path_factory.mktemp("adapters")
+            ends = sorted({module.rpartition(".")[2] for module in linears(model)} - {"gate", "shared_expert_gate"})
+            models = {
+                "a": make_adapter(folder / "a", model, ends, target_modules=ends, seed=1),
+                "b": make_adapter(folder / "b", model, ends[:2], target_modules=ends[:2], seed=2, r=7),
+            }
+            made[name] = folder, models
+        return made[name]
+
+    return get
+
+
+def modules_of(folder):
+    return (f"a={folder / 'a'}", f"b={folder / 'b'}")
+
+
+@pytest.fixture(scope="module")
+def build(checkpoint, adapters):
+    """A new engine with the adapters of a checkpoint."""
+
+    def make(name="qwen3", **options):
+        return LLM(str(checkpoint(name)), **{**OPTIONS, "lora_modules": modules_of(adapters(name)[0]), **options})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def llm(build):
+    made = build()
+    yield made
+    made.core.scheduler.check()
+    assert made.reset_prefix_cache(), "pages leaked"
+
+
+def prompts_of(rng):
+    """Chunked prompts that share a prefix and a document."""
+    prefix, shared = rng.integers(0, VOCAB, 20).tolist(), rng.integers(0, VOCAB, 33).tolist()
+    return [ChunkedPrompt(prefix, [shared, rng.integers(0, VOCAB, 9).tolist()], [n, 5]) for n in range(len(WHICH))]
+
+
+def values(output):
+    """Tokens and the bits of their log-probabilities."""
+    (sample,) = output.outputs
+    return sample.token_ids, [[entry.logprob for entry in place.values()] for place in sample.logprobs]
+
+
+def log_softmax(logits):
+    return torch.log_softmax(torch.as_tensor(logits, dtype=torch.float64), -1).numpy()
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "granite4", "qwen2-moe", "gemma3-window", "llama-bias"])
+def test_an_adapter_by_request_is_transformers_with_its_products(name, build, adapters, oracle, rng):
+    ids, items = rng.integers(0, VOCAB, 11).tolist(), [rng.integers(0, VOCAB, n).tolist() for n in (3, 6)]
+    llm, models = build(name), {"base": oracle(name).model, **adapters(name)[1]}
+    seen = []
+    for who, request in (("base", None), ("a", A), ("b", B)):
+        scores = llm.score(ids, items, label_token_ids=[*range(VOCAB)], lora_request=request).logprobs
+        for item, found in zip(items, scores, strict=True):
+            with torch.no_grad():
+                expected = models[who](torch.as_tensor([ids + item])).logits[0, -1]
+            np.testing.assert_allclose(found, log_softmax(expected), atol=1e-4)
+        seen.append(np.asarray(scores))
+    assert min(np.abs(one - other).max() for one, other in zip(seen, [*seen[1:], seen[0]], strict=True)) > 0.01
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_company_moves_a_bit(dtype, build, checkpoint, rng):
+    """One batch of both adapters and the base model, each alone in a new cache, and the base alone in a plain engine."""
+    together, plain = build(dtype=dtype), LLM(str(checkpoint("qwen3")), dtype=dtype, **OPTIONS)
+    prompts = prompts_of(rng)
+    found = [values(output) for output in together.generate(prompts, GREEDY, lora_request=WHICH)]
+    assert len({str(tokens) for tokens, _ in found}) > 3
+    warm = [values(output) for output in together.generate(prompts, GREEDY, lora_request=WHICH)]
+    assert warm == found
+    for prompt, request, expected in zip(prompts, WHICH, found, strict=True):
+        together.reset_prefix_cache()
+        assert values(*together.generate(prompt, GREEDY, lora_request=request)) == expected
+        if request is None:
+            assert values(*plain.generate(prompt, GREEDY)) == expected
+
+
+def test_preemption_moves_no_bit(build, llm, rng):
+    expected = [
+        values(o)
+        for o in llm.generate(prompts_of(rng), SamplingParams(temperature=0, max_tokens=60, logprobs=1), lora_request=WHICH)
+    ]
+    rng = np.random.default_rng(0)
+    small = build(kv_cache_memory_bytes=42 * llm.limits.page_bytes)
+    outputs = small.generate(prompts_of(rng), SamplingParams(temperature=0, max_tokens=60, logprobs=1), lora_request=WHICH)
+    assert [values(o) for o in outputs] == expected
+    assert small.core.scheduler.preemptions > 0
+
+
+def test_a_store_on_disk_knows_the_adapter(build, rng, tmp_path):
+    """A second process reads each document under its own adapter alone."""
+    prompts, outputs = prompts_of(rng)[:3], []
+    for _ in range(2):
+        llm = build(kv_store=str(tmp_path))
+        outputs.append(llm.generate(prompts, GREEDY, lora_request=WHICH[:3]))
+        llm.close()
+    first, second = ([values(o) for o in some] for some in outputs)
+    assert first == second
+    assert [o.num_cached_tokens for o in outputs[1]] == [20 + 33 + 9] * 3
+
+
+def test_documents_of_one_adapter_serve_no_other(llm, rng):
+    prefix, document = rng.integers(0, VOCAB, 20).tolist(), rng.integers(0, VOCAB, 40).tolist()
+    llm.precompute(prefix, [document], lora_request=A)
+    cached = [llm.lookup(prefix, [document], lora_request=who).documents[0].was_cached for who in (None, A, B)]
+    assert cached == [False, True, False]
+    llm.forget(prefix, [document], lora_request=B)
+    assert llm.lookup(prefix, [document], lora_request=A).documents[0].was_cached
+    llm.forget(prefix, [document], lora_request=A)
+    assert not llm.lookup(prefix, [document], lora_request=A).documents[0].was_cached
+
+
+def test_a_broken_key_shows(build, llm, rng, monkeypatch):
+    """Without the digest in the key, a prompt reads the K/V of another adapter, and its values move."""
+    prompt = prompts_of(rng)[0]
+    expected = [values(*llm.generate(prompt, GREEDY, lora_request=who)) for who in (A, B)]
+    whole = requests.Request.__init__
+
+    def broken(self, message, limits, **options):
+        whole(self, message, limits, **options)
+        self.salt_key = None
+
+    monkeypatch.setattr(requests.Request, "__init__", broken)
+    other = build()
+    assert [values(*other.generate(prompt, GREEDY, lora_request=who)) for who in (A, B)] != expected
+
+
+def test_scores_and_salts_know_the_adapter(llm, rng):
+    """Remembered scores are of one adapter; a prompt's own salt keeps the adapter of the call."""
+    query, items = rng.integers(0, VOCAB, 9).tolist(), [rng.integers(0, VOCAB, 5).tolist()]
+    by_one = [llm.score(query, items, label_token_ids=[3, 7], lora_request=who).logprobs for who in (None, A, B, None, A, B)]
+    assert by_one[:3] == by_one[3:]
+    assert len({str(one) for one in by_one}) == 3
+    prompt = {"prompt_token_ids": query}
+    expected = values(*llm.generate(prompt, GREEDY, lora_request=A))
+    assert values(*llm.generate({**prompt, "cache_salt": "own"}, GREEDY, lora_request=A)) == expected
+    assert values(*llm.generate(prompt, GREEDY, cache_salt="own", lora_request=A)) == expected
+
+
+# Adapters that calls bring
+
+
+def test_calls_bring_adapters_that_take_turns(checkpoint, adapters, oracle, rng):
+    folder, prompt = adapters("qwen3")[0], {"prompt_token_ids": rng.integers(0, VOCAB, 30).tolist()}
+    make_adapter(folder / "c", oracle("qwen3").model, ("v_proj",), target_modules=["v_proj"], seed=3)
+    llm = LLM(str(checkpoint("qwen3")), **OPTIONS, enable_lora=True, max_loras=2)
+    brought = [LoRARequest(name, n, str(folder / name)) for n, name in enumerate("abc", 1)]
+    first = [values(*llm.generate(prompt, GREEDY, lora_request=one)) for one in brought]
+    llm.reset_prefix_cache()
+    assert [values(*llm.generate(prompt, GREEDY, lora_request=one)) for one in reversed(brought)] == first[::-1]
+    assert len({str(one) for one in first}) == 3
+    with pytest.raises(CapacityError, match="all 2 slots of adapters are in use; raise max_loras"):
+        llm.core.adapters._free({0, 1})
+    with pytest.raises(RequestError, match="'a' stands for other contents"):
+        llm.generate(prompt, GREEDY, lora_request=LoRARequest("a", 1, str(folder / "c")))
+    with pytest.raises(RequestError, match="'x' is not loaded"):
+        llm.generate(prompt, GREEDY, lora_request=LoRARequest("x", 9))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (LoRARequest("c", 3, "/nowhere"), "needs the option enable_lora"),
+        (7, "printable characters, got 7"),
+        (LoRARequest("x" * 200), "1 to 128 printable characters"),
+        ([A], "1 lora_request for 2 prompts"),
+        (LoRARequest("missing"), "'missing' is not loaded"),
+    ],
+)
+def test_a_wrong_request_is_refused(request_, message, llm):
+    prompts = [{"prompt_token_ids": [1, 2]}] * 2
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts, GREEDY, lora_request=request_)
+
+
+def test_what_no_request_can_choose_is_refused(checkpoint, adapters, oracle, tmp_path):
+    start = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 20}
+    make_adapter(tmp_path / "head", oracle("qwen3").model, ("lm_head",), target_modules=["lm_head"])
+    make_adapter(tmp_path / "high", oracle("qwen3").model, r=17)
+    for name, message in (
+        ("head", "changes 'lm_head.weight', which no request can choose"),
+        ("high", "rank 17 exceeds max_lora_rank 16"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            LLM(str(checkpoint("qwen3")), **start, lora_modules=(f"x={tmp_path / name}",))
+    with pytest.raises(RequestError, match="this engine has no adapters"):
+        LLM(str(checkpoint("qwen3")), **start).generate({"prompt_token_ids": [1]}, GREEDY, lora_request=A)
+    with pytest.raises(ConfigError, match=r"num_hosts=2; merge one at the load"):
+        LLM(str(checkpoint("qwen3")), **start, enable_lora=True, num_hosts=2, tensor_parallel_size=2, coordinator="h:1")
+    with pytest.raises(ConfigError, match="must be of the form name=folder, got 'x'"):
+        LLM(str(checkpoint("qwen3")), lora_modules=("x",))
+
+
+def test_an_engine_process_has_the_same_adapters(checkpoint, adapters, llm, rng):
+    prompt, folder = {"prompt_token_ids": rng.integers(0, VOCAB, 30).tolist()}, adapters("qwen3")[0]
+    options = {**OPTIONS, "lora_modules": (f"a={folder / 'a'}",), "enable_lora": True, "max_loras": 2, "warmup": False}
+
+    async def answers():
+        async with AsyncLLM(str(checkpoint("qwen3")), **options) as other:
+            found = []
+            for who in (None, A, LoRARequest("b", 2, str(folder / "b"))):
+                outputs = [output async for output in other.generate(prompt, GREEDY, lora_request=who)]
+                found.append(values(outputs[-1]))
+            with pytest.raises(RequestError, match=r"no adapter_config\.json"):
+                await other.score([1], [[2]], label_token_ids=[3], lora_request=LoRARequest("n", 1, str(folder)))
+            return found
+
+    expected = [values(*llm.generate(prompt, GREEDY, lora_request=who)) for who in (None, A, B)]
+    assert asyncio.run(answers()) == expected
