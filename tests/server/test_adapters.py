@@ -96,7 +96,8 @@ def test_every_route_answers_with_the_adapter_that_model_names(name, http, merge
     (expected,) = llm.decide("Nila likes figs.", [Choice("Who?", ["Nila", "Rumi"])]).answers
     assert answer["model"] == (name or "base")
     (found,) = answer["answers"]
-    assert {own["value"]: own["probability"] for own in found["probabilities"]} == pytest.approx(expected.probabilities, rel=1e-3)
+    told = {own["value"]: own["probability"] for own in found["probabilities"]}
+    assert told == pytest.approx(expected.probabilities, rel=1e-3)
 
 
 def test_a_stored_document_belongs_to_its_adapter(http):
