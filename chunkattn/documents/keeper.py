@@ -39,12 +39,13 @@ class Keeper(Protocol):
     def is_ready(self) -> bool:
         """Return whether the keeper can restore the documents of an earlier process."""
 
-    def scope(self, request: Request, cache_salt: str | None) -> Scope:
+    def scope(self, request: Request, cache_salt: str | None, model: str | None) -> Scope:
         """Return the namespace of a client's document ids.
 
         Args:
             request: request of the client.
             cache_salt: salt that it gives.
+            model: name of a model that it gives; an adapter's documents have a namespace of their own.
         """
 
     def check(self, body: Body | None, /) -> None:

@@ -84,6 +84,7 @@ class Gateway:
         )
         self.watch = Watch(replicas, self.policy, options, replicas.drop)
         self.documents.keeper.takes = lambda name: name in self.watch.states and self.watch.states[name].is_ready
+        self.documents.keeper.adapters = lambda: self.watch.adapters
         self._replica_metrics = ReplicaMetrics(replicas, options.report_timeout_s)
         self._measure = TextMeasure(self._count_tokens)
         self._measuring: asyncio.Task[None] | None = None

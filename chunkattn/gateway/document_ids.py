@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from chunkattn.adapter_salt import salted
 from chunkattn.documents.records import DocumentRecord
 from chunkattn.schema.parts import Route, route_of, stored_id
 from chunkattn.web.errors import ApiError
@@ -17,15 +18,17 @@ Find = Callable[[str, str], DocumentRecord]
 """Function that returns the record of an id at a place in the body, or raises `ApiError`."""
 
 
-def salt_of(path: str, body: Mapping[str, Any]) -> str | None:
-    """Return the cache salt that a request gives, or None.
+def salt_of(path: str, body: Mapping[str, Any], adapters: Collection[str]) -> str | None:
+    """Return the cache salt that a request gives, with the adapter that it names, or None.
 
     Args:
         path: path of the request.
         body: decoded JSON body.
+        adapters: names of the replicas' adapters.
     """
-    route = route_of(path)
-    return None if route is None else route.salt(body)
+    route, model = route_of(path), body.get("model")
+    salt = None if route is None else route.salt(body)
+    return salted(model if isinstance(model, str) and model in adapters else None, salt)
 
 
 def bytes_of_ids(path: str, body: Mapping[str, Any], find: Find) -> int:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from urllib.parse import urlencode
 from weakref import WeakKeyDictionary
 
+from chunkattn.adapter_salt import split
 from chunkattn.documents.records import DocumentRecord
 from chunkattn.documents.routes import DOCUMENTS
 from chunkattn.fair_shares import FairShares
@@ -60,7 +61,9 @@ class DocumentRequests:
         """Return the routing key of a document."""
         if (key := self._routing_keys.get(record)) is None:
             header = self._headers.get(record) or b""
-            pieces = keys_of(DOCUMENTS, self.body([record]), header.decode("latin-1")).pieces
+            fields = salt_of(record)
+            adapters = (fields["model"],) if "model" in fields else ()
+            pieces = keys_of(DOCUMENTS, self.body([record]), header.decode("latin-1"), adapters=adapters).pieces
             key = self._routing_keys[record] = pieces[-1][0] if pieces else 0
         return key
 
@@ -109,8 +112,9 @@ def remote_id(record: DocumentRecord) -> str:
 
 
 def salt_of(record: DocumentRecord) -> dict[str, str]:
-    """Return the field of a body, or of a query, that names the salt of a document; none without a salt."""
-    return {} if record.scope.cache_salt is None else {"cache_salt": record.scope.cache_salt}
+    """Return the fields of a body, or of a query, that name the adapter and the salt of a document, as far as it has them."""
+    adapter, salt = split(record.scope.cache_salt)
+    return {name: value for name, value in (("model", adapter), ("cache_salt", salt)) if value is not None}
 
 
 def beginning(record: DocumentRecord) -> str | None:

@@ -105,7 +105,7 @@ class GatewayDocuments:
         return with_texts(path, body, self._finder(path, body, authorization)) if isinstance(body, Mapping) else body
 
     def _finder(self, path: str, body: Mapping[str, Any], authorization: str) -> Find:
-        scope = Scope(self.keeper.headers.owner_of(authorization), salt_of(path, body))
+        scope = Scope(self.keeper.headers.owner_of(authorization), salt_of(path, body, self.keeper.adapters()))
         return lambda name, place: self.registry.get(scope, name, place)
 
 

@@ -380,7 +380,8 @@ def _read_report(body: bytes) -> tuple[Report, int]:
         held = {int(key): int(size) for key, size in fields.get("held") or ()}
         capacity = None if fields.get("capacity") is None else int(fields["capacity"])
         ready, responsive = bool(fields["ready"]), bool(fields.get("responsive", True))
-        report = Report(str(fields["generation"]), ready, capacity, held, responsive)
+        adapters = tuple(map(str, fields.get("adapters") or ()))
+        report = Report(str(fields["generation"]), ready, capacity, held, responsive, adapters)
         return report, int(fields.get("version", 0))
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None

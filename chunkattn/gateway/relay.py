@@ -155,7 +155,9 @@ class Relay:
 
         def prepared() -> tuple[bytes | None, Keys]:
             resolved = self._documents.resolve(path, value, authorization)
-            keys = keys_of(path, resolved, authorization, separator=self._options.chunk_separator)
+            keys = keys_of(
+                path, resolved, authorization, separator=self._options.chunk_separator, adapters=self._watch.adapters
+            )
             return None if resolved is value else msgspec.json.encode(resolved), keys
 
         for document in documents_of(path, value)[:1]:

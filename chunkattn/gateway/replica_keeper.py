@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from fastapi import Request
 
+from chunkattn.adapter_salt import salted
 from chunkattn.documents.background import Background
 from chunkattn.documents.keeper import Kept
 from chunkattn.documents.records import DocumentRecord, DocumentRecords, Scope
@@ -65,6 +66,7 @@ class ReplicaKeeper:
 
     Attributes:
         takes: function that returns whether a replica takes requests.
+        adapters: function that returns the names of the replicas' adapters.
         headers: Authorization headers of the documents' owners, which requests to replicas carry.
     """
 
@@ -81,6 +83,7 @@ class ReplicaKeeper:
         self._timeout_s, self._patience_s = config.request_timeout_s, patience_s
         self.threads = FairThreads(1)
         self.takes: Callable[[str], bool] = lambda name: True
+        self.adapters: Callable[[], Collection[str]] = lambda: ()
         self._places: dict[str, Place] = {}  # by remote id
         self._untold: dict[str, dict[DocumentRecord, None]] = {}  # documents about which a replica is told later
         self._background = Background()
@@ -100,10 +103,10 @@ class ReplicaKeeper:
         """End the idle threads."""
         self.threads.close()
 
-    def scope(self, request: Request, cache_salt: str | None) -> Scope:
+    def scope(self, request: Request, cache_salt: str | None, model: str | None) -> Scope:
         """Return the namespace of a client's document ids."""
-        authorization = request.headers.get("authorization", "")
-        return Scope(self.headers.note(authorization, is_new=request.method == "POST"), cache_salt)
+        authorization, adapter = request.headers.get("authorization", ""), model if model in self.adapters() else None
+        return Scope(self.headers.note(authorization, is_new=request.method == "POST"), salted(adapter, cache_salt))
 
     def _place(self, record: DocumentRecord) -> str | None:
         """Return the replica that stores a document, or should."""

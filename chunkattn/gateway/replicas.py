@@ -51,6 +51,7 @@ class Report:
         capacity: tokens that its KV cache holds; None if unknown.
         held: sizes by key of the pieces that it was sent since the last report, by all gateways, the last one last.
         responsive: False while its engine gives no sign of life, or is in an unusually long step.
+        adapters: names of the adapters that requests may name as their model.
     """
 
     generation: str
@@ -58,6 +59,7 @@ class Report:
     capacity: int | None = None
     held: Mapping[int, int] = field(default_factory=dict)
     responsive: bool = True
+    adapters: tuple[str, ...] = ()
 
 
 class Replicas(Protocol):

@@ -95,6 +95,11 @@ class Watch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    @property
+    def adapters(self) -> set[str]:
+        """Return the names of all adapters of the replicas, as last told."""
+        return {name for state in self.states.values() if state.report is not None for name in state.report.adapters}
+
     def ready(self) -> list[str]:
         """Return the names of the replicas that take requests and whose engines answer."""
         return [name for name, state in self.states.items() if state.is_ready and state.is_responsive]

@@ -9,7 +9,7 @@ Axes: `T` rows, `S` slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from chunkattn.backends.cpu import groups as native
 from chunkattn.errors import ConfigError
 from chunkattn.models.adapters import Adapter
 from chunkattn.models.experts import multiply_groups
@@ -141,15 +142,33 @@ class RowAdapters(NamedTuple):
             x: the rows.
             modules: module of each product.
         """
-        added, numbers = list(products), jnp.arange(len(x), dtype=jnp.int32)
         own = [place for place, module in enumerate(modules) if module in self.stacks]
-        inner = multiply_groups(x, self.rows, self.sizes, [self.stacks[modules[place]][0] for place in own]) if own else []
-        for place, values in zip(own, inner, strict=True):
-            b = self.stacks[modules[place]][1]
+        if not own:
+            return list(products)
+        a, b = ([self.stacks[modules[place]][factor] for place in own] for factor in (0, 1))
+        x = x.astype(a[0].dtype)
+        sums = (
+            partial(jax.lax.platform_dependent, cpu=native.add_factors)
+            if x.shape[1] % _DEPTH == 0 and native.serves(x, a)
+            else _now
+        )
+        found = sums(x, self.rows, self.sizes, *a, *b, *(products[place] for place in own), default=self._add)
+        added = dict(zip(own, found, strict=True))
+        return [added.get(place, product) for place, product in enumerate(products)]
+
+    def _add(self, x: jax.Array, rows: jax.Array, sizes: jax.Array, *args: jax.Array) -> list[jax.Array]:
+        """Return sums as `native.add_factors` does."""
+        count, numbers = len(args) // 3, jnp.arange(len(x), dtype=jnp.int32)
+        inner, sums = multiply_groups(x, rows, sizes, args[:count]), list[jax.Array]()
+        for values, b, y in zip(inner, args[count : 2 * count], args[2 * count :], strict=True):
             padded = jnp.pad(values, ((0, 0), (0, b.shape[2] - values.shape[1])))
-            (outer,) = multiply_groups(padded, numbers, self.sizes, [b])
-            added[place] = jnp.where(self.is_adapted[:, None], added[place] + outer[self.places], added[place])
-        return added
+            (outer,) = multiply_groups(padded, numbers, sizes, [b])
+            sums.append(jnp.where(self.is_adapted[:, None], y + outer[self.places], y))
+        return sums
+
+
+def _now(*args: jax.Array, default: Callable[..., list[jax.Array]]) -> list[jax.Array]:
+    return default(*args)
 
 
 def _is_adaptable(name: str, shape: tuple[int, ...]) -> bool:

@@ -160,7 +160,7 @@ def read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
 
 @dataclass(frozen=True)
 class _Config:
-    """What `adapter_config.json` says of the tensors. `fields` holds the file's object."""
+    """Configuration of an adapter: `fields` holds the object of its file."""
 
     file: Path
     fields: dict[str, Any]

@@ -1,19 +1,20 @@
 """Routing keys of a request: a 64-bit key for each piece whose K/V a replica may hold, from the JSON body alone.
 
-The K/V of a document depends on the API key, the cache salt, the prefix and the document, and on nothing else of the request.
-A key is a hash of these, so equal keys stand for equal K/V, whatever the order and the company of the documents. What has to
-be read from the beginning (prefixes, plain prompts, conversations, states) becomes a chain of pieces: the key of each piece
-covers all text before it, so equal beginnings have equal keys. No tokenizer is needed; sizes are bytes of text.
+The K/V of a document depends on API key, cache salt, adapter, prefix and document, and on nothing else of the
+request. A key is a hash of these, so equal keys stand for equal K/V, whatever the order and the company of the documents. What
+has to be read from the beginning (prefixes, plain prompts, conversations, states) becomes a chain of pieces: the key of each
+piece covers all text before it, so equal beginnings have equal keys. No tokenizer is needed; sizes are bytes of text.
 """
 
 from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
+from chunkattn.adapter_salt import salted
 from chunkattn.schema.parts import MALFORMED, Prompt, Value, listed, route_of
 
 _FIRST_BLOCK = 512
@@ -38,7 +39,9 @@ class Keys(NamedTuple):
     rest: int = 0
 
 
-def keys_of(path: str, body: Any, authorization: str = "", *, separator: str | None = None) -> Keys:
+def keys_of(
+    path: str, body: Any, authorization: str = "", *, separator: str | None = None, adapters: Collection[str] = ()
+) -> Keys:
     """Return the routing keys of a request.
 
     A malformed body has no keys; the replica answers with the proper error. A document named by id contributes nothing unless
@@ -50,13 +53,16 @@ def keys_of(path: str, body: Any, authorization: str = "", *, separator: str | N
         authorization: Authorization header, since API keys with names share no cache.
         separator: separator at which the replicas split text prompts; None if they split none. A body with
             `chunk_aware: false` is not split.
+        adapters: names of the replicas' adapters; a body names one as its `model`.
     """
     route = route_of(path)
     if route is None or not route.is_cached or not isinstance(body, Mapping):
         return Keys()
     try:
         parts = route.parts(body, separator)
-        pieces = _Pieces([authorization, parts.salt])
+        model = body.get("model")
+        adapter = model if isinstance(model, str) and model in adapters else None
+        pieces = _Pieces([authorization, salted(adapter, parts.salt)])
         for prompt in parts.prompts:
             pieces.add(prompt)
         return Keys(tuple(pieces.sizes.items()), sum(len(_bytes(part)) for part in parts.question))

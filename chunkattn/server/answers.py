@@ -183,7 +183,7 @@ class Answer(ABC):
         Args:
             name: value of `object`.
         """
-        return {"id": self.id, "object": name, "created": self.created, "model": self.state.model_name}
+        return {"id": self.id, "object": name, "created": self.created, "model": self.state.name_for(self.caller)}
 
     def entry(
         self,

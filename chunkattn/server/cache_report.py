@@ -72,4 +72,5 @@ class CacheReports:
             "capacity": None if limits is None else limits.kv_tokens,
             "version": self._version,
             "held": held[::-1],
+            "adapters": list(self._llm.config.lora_names),
         }

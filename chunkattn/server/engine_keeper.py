@@ -50,6 +50,7 @@ class EngineKeeper:
         config: options of the server.
         records: records of the documents.
         check: see `Keeper.check`.
+        adapter_of: function that returns the adapter of a model's name, or raises `ApiError`.
 
     Attributes:
         contents: contents that the engine computes and forgets.
@@ -57,9 +58,14 @@ class EngineKeeper:
     """
 
     def __init__(
-        self, llm: AsyncLLM, config: ServerConfig, records: DocumentRecords, check: Callable[[Body | None], None]
+        self,
+        llm: AsyncLLM,
+        config: ServerConfig,
+        records: DocumentRecords,
+        check: Callable[[Body | None], None],
+        adapter_of: Callable[[str | None], str | None],
     ) -> None:
-        self.llm, self.config, self.records, self.check = llm, config, records, check
+        self.llm, self.config, self.records, self.check, self._adapter_of = llm, config, records, check, adapter_of
         self.contents = Contents(self.llm, records)
         self.documents: dict[DocumentRecord, StoredDocument] = {}
         self._users: Counter[Content] = Counter()  # stored documents of a content
@@ -86,10 +92,11 @@ class EngineKeeper:
         if self._pinning is not None:
             self._pinning.cancel()
 
-    def scope(self, request: Request, cache_salt: str | None) -> Scope:
+    def scope(self, request: Request, cache_salt: str | None, model: str | None) -> Scope:
         """Return the namespace of a client's document ids."""
         caller = request.state.caller
-        return Scope(caller.salt(None), caller.salt(cache_salt))
+        caller.adapter = self._adapter_of(model)
+        return Scope(caller.document_owner, caller.salt(cache_salt))
 
     def named(self, registry: Registry, names: Mapping[int, str], scope: Scope, field: str) -> dict[int, StoredDocument]:
         """Return the documents that a request names by id, by their place in the request.

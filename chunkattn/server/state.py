@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 
 from chunkattn.documents.records import DocumentRecords, Scope
 from chunkattn.documents.registry import Registry
+from chunkattn.errors import ConfigError
 from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
 from chunkattn.request_record import RECORD
@@ -55,11 +56,15 @@ class ServerState(HttpState):
         places = max(1, int(config.max_queue_share * llm.config.max_queued_requests))
         super().__init__(config, places, llm.config.max_items_per_request, self._noted)
         self.llm, self.started, self.engine_gauges = llm, int(time.time()), EngineGauges()
+        if taken := set(llm.config.lora_names) & set(self.model_names):
+            raise ConfigError(f"lora_modules names {min(taken)!r}, which is a name of the base model; choose another")
 
     @cached_property
     def keeper(self) -> EngineKeeper:
         """Return the keeper of the stored documents' K/V."""
-        return EngineKeeper(self.llm, self.config, DocumentRecords(self.config.document_store), self.check_stored)
+        return EngineKeeper(
+            self.llm, self.config, DocumentRecords(self.config.document_store), self.check_stored, self.check_model
+        )
 
     @cached_property
     def documents(self) -> Registry:
@@ -77,7 +82,7 @@ class ServerState(HttpState):
             cache_salt: salt that it gives.
             field: place of the documents in the request's body, for error texts.
         """
-        return self.keeper.named(self.documents, names, Scope(caller.salt(None), caller.salt(cache_salt)), field)
+        return self.keeper.named(self.documents, names, Scope(caller.document_owner, caller.salt(cache_salt)), field)
 
     @cached_property
     def reports(self) -> CacheReports:
@@ -90,7 +95,9 @@ class ServerState(HttpState):
             return nullcontext()
         engine, authorization = self.llm.config, request.headers.get("authorization", "")
         separator = engine.chunk_separator if engine.enable_chunk_aware else None
-        return self.reports.sent(keys_of(request.scope["path"], raw, authorization, separator=separator))
+        return self.reports.sent(
+            keys_of(request.scope["path"], raw, authorization, separator=separator, adapters=engine.lora_names)
+        )
 
     @cached_property
     def texts(self) -> TokenTexts:
@@ -127,8 +134,8 @@ class ServerState(HttpState):
         """Return how many prompts one request may hold. Each takes a place in the engine's queue."""
         return min(self.config.max_prompts_per_request, self.shares.most)
 
-    def check_model(self, name: str | None) -> None:
-        """Check the model name of a request; None is accepted.
+    def check_model(self, name: str | None) -> str | None:
+        """Check the model name of a request, and return the adapter that it names; None is accepted.
 
         Args:
             name: name from the request.
@@ -136,22 +143,33 @@ class ServerState(HttpState):
         Raises:
             ApiError: 404, the server serves another model.
         """
+        adapters = self.llm.config.lora_names
         if (record := RECORD.get()) is not None:
-            record.model = self.model_name
+            record.model = name if name in adapters else self.model_name
+        if name in adapters:
+            return name
         if name is not None and name not in self.model_names:
-            text = f"the model {name!r} is not served here; it is {' or '.join(map(repr, self.model_names))}"
+            text = f"the model {name!r} is not served here; it is {' or '.join(map(repr, (*self.model_names, *adapters)))}"
             raise ApiError(404, text, param="model", code="model_not_found")
+        return None
 
-    def check(self, body: Body) -> None:
-        """Check that a request can be served.
+    def name_for(self, caller: Caller) -> str:
+        """Return the model's name in the answer to a request: that of its adapter, or of the base model."""
+        return caller.adapter or self.model_name
+
+    def check(self, body: Body, caller: Caller | None = None) -> None:
+        """Check that a request can be served, and note the adapter that it names.
 
         Args:
             body: body of the request.
+            caller: client of the request; None for a request that uses no model.
 
         Raises:
             ApiError: as `check_model` and `check_ready`; 400, the priority is outside `priority_range` and not the default.
         """
-        self.check_model(body.model)
+        adapter = self.check_model(body.model)
+        if caller is not None:
+            caller.adapter = adapter
         self.check_ready()
         most, field = self.config.priority_range, type(body).model_fields.get("priority")
         if field is None or (priority := getattr(body, "priority", 0)) == field.default or abs(priority) <= most:

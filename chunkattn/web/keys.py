@@ -11,6 +11,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from chunkattn.adapter_salt import salted
 from chunkattn.errors import ConfigError
 from chunkattn.fair_shares import FairShares
 from chunkattn.fair_threads import FairThreads
@@ -235,6 +236,7 @@ class Caller:
         num_bytes: number of bytes of its body that this request holds.
         tag: digest of the API key.
         salt_mark: short digest of the request's own cache salt, for the log; None without one.
+        adapter: name of the adapter that the request names as its model; None for the base model.
     """
 
     name: str | None
@@ -244,13 +246,22 @@ class Caller:
     num_bytes: int = 0
     tag: str = ""
     salt_mark: str | None = None
+    adapter: str | None = None
+
+    @property
+    def document_owner(self) -> str | None:
+        """Return the owner of the documents that the request stores; None for a server that does not tell clients apart."""
+        return None if self.name is None else KeyHolder(self.name, self.tag).salt
 
     def salt(self, request_salt: str | None) -> str | None:
-        """Return the engine's cache salt: unique to the name, the key and the given salt.
+        """Return the engine's cache salt: unique to the name, the key, the adapter and the given salt.
 
         Args:
             request_salt: salt from the request.
         """
+        return salted(self.adapter, self._salt(request_salt))
+
+    def _salt(self, request_salt: str | None) -> str | None:
         as_bytes = None if request_salt is None else request_salt.encode("utf-8", "surrogatepass")
         if as_bytes is not None:
             self.salt_mark = hashlib.sha256(as_bytes).hexdigest()[:8]

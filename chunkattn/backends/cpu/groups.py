@@ -39,6 +39,27 @@ def multiply(
     return list(jax.ffi.ffi_call(library.GROUPS, out)(x, rows, sizes, *weights))
 
 
+def add_factors(
+    x: Float[Array, "N in"],
+    rows: Int32[Array, " M"],
+    sizes: Int32[Array, " E"],
+    *args: jax.Array,
+) -> list[Float32[Array, "N out"]]:
+    """Add the products of pairs with two factors of their group to rows. Rows in no pair keep their bits.
+
+    Args:
+        x: bfloat16 rows; `in` is a multiple of 32.
+        rows: row of each pair, all different.
+        sizes: pairs of each group; the pairs behind the last group add nothing.
+        *args: of each matrix the bfloat16 factors `[E, rank, in]`, then of each `[E, out, depth]`, whose depth is a multiple of
+            32 and not below the rank, and then of each the float32 rows `[N, out]` that are added to.
+    """
+    count = len(args) // 3
+    out = [jax.ShapeDtypeStruct(y.shape, jnp.float32) for y in args[2 * count :]]  # type: ignore[no-untyped-call]
+    aliases = {3 + 2 * count + number: number for number in range(count)}
+    return list(jax.ffi.ffi_call(library.FACTORS, out, input_output_aliases=aliases)(x, rows, sizes, *args))
+
+
 def multiply_packed(
     x: Float32[Array, "N depth"],
     rows: Int32[Array, " M"],

@@ -16,6 +16,7 @@ from chunkattn.errors import BackendError
 
 ATTENTION = "chunkattn_attention"
 ATTEND_HEADS = "chunkattn_attend_heads"
+FACTORS = "chunkattn_factors"
 GATE = "chunkattn_gate"
 GROUPS = "chunkattn_groups"
 LARGEST = "chunkattn_largest"
@@ -29,7 +30,7 @@ PACKED_GATHER = "chunkattn_packed_gather"
 PACKED_GROUPS = "chunkattn_packed_groups"
 """Names of the operators in XLA programs. The library has each without underscores, its words capitalised."""
 _OPERATORS = (
-    *(ATTENTION, ATTEND_HEADS, GATE, GROUPS, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ),
+    *(ATTENTION, ATTEND_HEADS, FACTORS, GATE, GROUPS, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ),
     *(PACKED_MULTIPLY, PACKED_GATHER, PACKED_GROUPS),
 )
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"

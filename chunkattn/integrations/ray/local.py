@@ -15,6 +15,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
+from chunkattn.adapter_salt import folders_of
 from chunkattn.config import make_config
 from chunkattn.distributions import version_of
 from chunkattn.errors import ConfigError, EngineDeadError
@@ -259,7 +260,7 @@ def _kv_bytes(size: int | None, count: int, resources: Mapping[str, Any]) -> int
 def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with absolute paths: replicas may run in another folder. A model may also be a hub id."""
     resolved = dict(options)
-    for name in ("model", "tokenizer", "generation_config", "chunk_calibration", "kv_store", "api_key_file"):
+    for name in ("model", "tokenizer", "adapter", "generation_config", "chunk_calibration", "kv_store", "api_key_file"):
         if not isinstance(resolved.get(name), (str, os.PathLike)):
             continue
         path = Path(named := os.fspath(resolved[name])).expanduser()
@@ -268,4 +269,9 @@ def _absolute(options: Mapping[str, Any]) -> dict[str, Any]:
             resolved[name] = str(path.resolve())
         elif quant and (place := Path(folder).expanduser()).exists():
             resolved[name] = f"{place.resolve()}:{quant}"
+    if modules := folders_of(tuple(resolved.get("lora_modules") or ())):
+        places = {name: Path(folder).expanduser() for name, folder in modules.items()}
+        resolved["lora_modules"] = [
+            f"{name}={path.resolve() if path.exists() else modules[name]}" for name, path in places.items()
+        ]
     return resolved

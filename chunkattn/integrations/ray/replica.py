@@ -106,7 +106,8 @@ class Replica(ReloadsKeys):
         """
         report, status = self._state.reports.report(since), self._state.probe(warm=False)
         ready, responsive = status in ("ready", "unresponsive"), status != "unresponsive"
-        return Report(report["generation"], ready, report["capacity"], dict(report["held"]), responsive), report["version"]
+        held, adapters = dict(report["held"]), tuple(report["adapters"])
+        return Report(report["generation"], ready, report["capacity"], held, responsive, adapters), report["version"]
 
     async def metrics(self, to: Any = None) -> str:
         """Return the metrics of engine and application in Prometheus's text format.

@@ -41,7 +41,7 @@ async def decide(body: DecideBody, request: Request, state: ServerState, caller:
         ApiError: the request cannot be served.
         ChunkAttnError: as `AsyncLLM.decide`, under the names that the body has for the arguments.
     """
-    state.check(body)
+    state.check(body, caller)
     state.check_answer_values(body.num_values, "questions or options at once", "questions")
     caller.take(1)
     return await unless_gone(request, _answer(body, state, caller))
@@ -61,7 +61,7 @@ async def _answer(body: DecideBody, state: ServerState, caller: Caller) -> Respo
         raise body.own_error(error) from None
 
     def build() -> dict[str, Any]:
-        named = {"model": state.model_name, "method": output.method}
+        named = {"model": state.name_for(caller), "method": output.method}
         return named | body.answer(output, state.config.min_label_mass)
 
     # The answer repeats texts of the request, which may be long.

@@ -40,7 +40,7 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
 
 
 async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, request: Request, state: ServerState) -> Response:
-    state.check(body)
+    state.check(body, request.state.caller)
     try:
         answer = kind(body, state, request.state.caller)
         answer.check_size()

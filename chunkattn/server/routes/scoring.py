@@ -29,7 +29,7 @@ router = APIRouter(route_class=JsonRoute, tags=["scoring"])
 @router.post("/generative_scoring")
 async def generative_scoring(body: GenerativeScoringBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Score items by the probability of the first label after query and item."""
-    _check(state, body)
+    _check(state, body, caller)
     items: Any = [body.items] if isinstance(body.items, str) else body.items
     state.check_answer_values(len(items) * len(body.label_token_ids), "items or labels at once", "items")
     caller.take(1)
@@ -45,7 +45,7 @@ async def _first_labels(body: GenerativeScoringBody, items: Any, state: ServerSt
         item_first=body.item_first,
         **_how(body, state, caller),
     )
-    answer = _listed(state, [row[0] for row in output.scores], [output.usage], "generative-score")
+    answer = _listed(state, caller, [row[0] for row in output.scores], [output.usage], "generative-score")
     return await json_answer(state, caller, lambda: answer, len(output.scores))
 
 
@@ -53,7 +53,7 @@ async def _first_labels(body: GenerativeScoringBody, items: Any, state: ServerSt
 @router.post("/v1/score")
 async def score(body: ScoreBody, request: Request, state: State, caller: CallerOf) -> Response:
     """Score items by the probability of labels after query and item, or pairs of texts by their relevance."""
-    _check(state, body)
+    _check(state, body, caller)
     try:
         return await unless_gone(request, _scored(body, state, caller))
     except (ApiError, RequestError) as error:
@@ -89,7 +89,7 @@ async def _scored(body: ScoreBody, state: ServerState, caller: Caller) -> Respon
         "id": new_id("score"),
         "object": "scoring",
         "created": int(time.time()),
-        "model": state.model_name,
+        "model": state.name_for(caller),
         "scores": per_query([o.scores for o in outputs]),
         "algorithm": per_query([o.algorithm for o in outputs]),
         "usage": _usage([o.usage for o in outputs]),
@@ -110,7 +110,7 @@ async def rerank(body: RerankBody, request: Request, state: State, caller: Calle
 
     A body with `documents` gets the answer of Cohere, Jina and SiliconFlow, a body with `texts` the list of TEI.
     """
-    _check(state, body)
+    _check(state, body, caller)
     caller.take(1)
     version = "1" if route_path(request.scope).startswith("/v1/") else "2"
     return await unless_gone(request, _reranked(body, version, state, caller))
@@ -162,7 +162,7 @@ async def _reranked(body: RerankBody, version: str, state: ServerState, caller: 
     tokens = {"input_tokens": output.usage.prompt_tokens, "output_tokens": 0}
     answer = {
         "id": body.request_id or new_id("rerank"),
-        "model": state.model_name,
+        "model": state.name_for(caller),
         "results": map(ranked, output.results),
         "usage": _usage([output.usage]),
         "template": output.template,
@@ -215,8 +215,8 @@ def _check_query(state: ServerState, query: str, most: int) -> None:
         raise ApiError(400, text, param="query", code="context_length_exceeded")
 
 
-def _check(state: ServerState, body: ScoringBody) -> None:
-    state.check(body)
+def _check(state: ServerState, body: ScoringBody, caller: Caller) -> None:
+    state.check(body, caller)
     if body.algorithm not in (None, "auto", *AUTO):  # a baseline delays all other requests
         text = f"unknown algorithm {body.algorithm!r}; choose auto, {', '.join(AUTO)}"
         raise ApiError(400, text, param="algorithm", code="invalid_value")
@@ -255,20 +255,22 @@ async def _pairwise(body: ScoreBody, state: ServerState, caller: Caller) -> dict
     outputs = [task.result() for task in tasks]
     result_of = {numbers[r.index]: r for numbers, output in zip(places.values(), outputs, strict=True) for r in output.results}
     results = [result_of[place] for place in range(len(documents))]
-    listed = _listed(state, [result.relevance_score for result in results], [o.usage for o in outputs], "score")
+    listed = _listed(state, caller, [result.relevance_score for result in results], [o.usage for o in outputs], "score")
     for entry, result in zip(listed["data"], results, strict=True):
         if result.truncated:
             entry["truncated"] = True
     return listed
 
 
-def _listed(state: ServerState, values: Sequence[float], usages: Sequence[ScoreUsage], kind: str) -> dict[str, Any]:
+def _listed(
+    state: ServerState, caller: Caller, values: Sequence[float], usages: Sequence[ScoreUsage], kind: str
+) -> dict[str, Any]:
     """Return scores in vLLM's format."""
     return {
         "id": new_id(kind),
         "object": "list",
         "created": int(time.time()),
-        "model": state.model_name,
+        "model": state.name_for(caller),
         "data": [{"index": index, "object": "score", "score": value} for index, value in enumerate(values)],
         "usage": _usage(usages),
     }

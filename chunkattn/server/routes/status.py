@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 import chunkattn
+from chunkattn.adapter_salt import folders_of
 from chunkattn.errors import EngineDeadError
 from chunkattn.server.state import ServerState, State
 from chunkattn.web.errors import error_responses
@@ -29,11 +30,12 @@ _METRICS: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"s
 
 @router.get("/v1/models")
 async def models(state: State) -> dict[str, Any]:
-    """List the served model, once for each of its names: `data` in OpenAI's format, `models` in TypeSafe's."""
+    """List the served model, once for each of its names, and its adapters: `data` as OpenAI does, `models` as TypeSafe does."""
     released = datetime.fromtimestamp(state.started, UTC).date().isoformat()
     about = {"description": "Served by chunkattn.", "release_date": released}
-    models = [{"name": name, **about} for name in state.model_names]
-    return {"object": "list", "data": [_model(state, name) for name in state.model_names], "models": models}
+    names = (*state.model_names, *state.llm.config.lora_names)
+    models = [{"name": name, **about} for name in names]
+    return {"object": "list", "data": [_model(state, name) for name in names], "models": models}
 
 
 @router.get("/v1/models/{name:path}", responses=error_responses(404))
@@ -44,13 +46,15 @@ async def model(name: str, state: State) -> dict[str, Any]:
 
 
 def _model(state: ServerState, name: str) -> dict[str, Any]:
-    limits = state.llm.client.limits
+    limits, adapters = state.llm.client.limits, folders_of(state.llm.config.lora_modules)
+    parent = {"parent": state.model_name} if name in adapters else {}
     return {
         "id": name,
         "object": "model",
         "created": state.started,
         "owned_by": "chunkattn",
-        "root": state.model_name,
+        "root": adapters.get(name, state.model_name),
+        **parent,
         "max_model_len": None if limits is None else limits.max_model_len,
         "decide_method": state.llm.decide_method,
     }

@@ -69,7 +69,7 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
 
     Token `i` sees token `k` if `k <= i`, and `k < prefix_len` or `k >= row_start[i]`.
     """
-    state.check(body)
+    state.check(body, caller)
     stored = state.named_documents(body.named(), caller, body.cache_salt, field="chunks.documents")
     documents = {number: document.chunk for number, document in stored.items()}
     prompt: Prompt = next(iter(body.prompts(documents)), {"prompt_token_ids": []})

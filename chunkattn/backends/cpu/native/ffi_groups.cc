@@ -94,6 +94,36 @@ ffi::Error multiply_group_rows(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, N
   return ffi::Error::Success();
 }
 
+// The arguments behind the sizes: the inner factors of all matrices, their outer factors, and what the products are added to.
+ffi::Error add_group_factors(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, Numbers rows, Numbers sizes, ffi::RemainingArgs args,
+                             ffi::RemainingRets out) {
+  GroupedRows<uint16_t> given{};
+  given.x = static_cast<const uint16_t *>(x.untyped_data()), given.count = int(x.dimensions()[0]), given.in = int(x.dimensions()[1]);
+  if (const char *why = group(given, rows, sizes)) return ffi::Error::InvalidArgument(why);
+  if (given.in % 32) return ffi::Error::InvalidArgument("rows must have a multiple of 32 inputs");
+  const size_t count = out.size();
+  if (args.size() != 3 * count) return ffi::Error::InvalidArgument("each sum needs two factors and what they are added to");
+  std::vector<GroupFactors> factors;
+  for (size_t i = 0; i < count; i++) {
+    const auto inner = args.get<ffi::Buffer<ffi::BF16>>(i), outer = args.get<ffi::Buffer<ffi::BF16>>(count + i);
+    const auto before = args.get<Factors>(2 * count + i);
+    auto sums = out.get<Factors>(i);
+    if (!inner || !outer || !before || !sums) return ffi::Error::InvalidArgument("factors are bfloat16, and sums float32");
+    const auto a = inner->dimensions(), b = outer->dimensions(), to = (*sums)->dimensions();
+    if (a.size() != 3 || b.size() != 3 || a[0] != given.groups || b[0] != given.groups || a[2] != given.in || b[2] < a[1] || b[2] % 32)
+      return ffi::Error::InvalidArgument("factors must be [groups, rank, in] and [groups, outputs, depth]");
+    if (to.size() != 2 || to[0] != given.count || to[1] != b[1]) return ffi::Error::InvalidArgument(kWrongProducts);
+    if ((*sums)->typed_data() != before->typed_data())
+      std::copy_n(before->typed_data(), before->element_count(), (*sums)->typed_data());
+    factors.push_back({static_cast<const uint16_t *>(inner->untyped_data()), static_cast<const uint16_t *>(outer->untyped_data()),
+                       int(a[1]), int(b[1]), int(b[2]), (*sums)->typed_data()});
+  }
+  if (!given.pairs) return ffi::Error::Success();
+  XlaThreads threads(pool);
+  add_factors(given, factors.data(), int(count), current(), threads);
+  return ffi::Error::Success();
+}
+
 ffi::Error multiply_packed_groups(ffi::ThreadPool pool, Factors x, Numbers rows, Numbers sizes, ffi::RemainingArgs data,
                                   ffi::RemainingRets out, ffi::Span<const int32_t> packings, int32_t digits) {
   GroupedRows<float> given{};
@@ -132,6 +162,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnPackedGather, chunkattn::gather_packed,
                                   .Attr<int32_t>("outputs"));
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnGroups, chunkattn::multiply_group_rows,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>().Arg<chunkattn::Numbers>().Arg<chunkattn::Numbers>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ChunkattnFactors, chunkattn::add_group_factors,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::BF16>>().Arg<chunkattn::Numbers>().Arg<chunkattn::Numbers>()

@@ -17,6 +17,14 @@ constexpr int kMostPanelRows = 16;
 constexpr int kChain = 16 * kShortRows;  // pairs up to which more short calls follow
 constexpr int kGranule = 32;        // outputs of a task are a multiple
 
+// Rounds to the nearest, ties to even. NaN stays NaN.
+inline uint16_t nearest_bf16(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
+  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
 // Pairs [begin, begin + rows) of one group.
 struct Segment {
   int group, begin, rows;
@@ -106,6 +114,42 @@ void multiply_groups(const GroupedRows<uint16_t> &given, const GroupWeight *weig
         for (int first = task.first; first < task.last; first += kernel.outputs)
           kernel.multiply(part, first, std::min(task.last, first + kernel.outputs));
         part.x += int64_t(part.rows) * given.in, part.out += int64_t(part.rows) * weight.outputs;
+      }
+    }, in_chain);
+  }
+}
+
+void add_factors(const GroupedRows<uint16_t> &given, const GroupFactors *factors, int count, const Kernel &kernel, Threads &threads) {
+  const bool in_chain = given.pairs <= kChain;
+  thread_local std::vector<float> inner, outer;  // grow and stay
+  thread_local std::vector<uint16_t> rounded;
+  thread_local std::vector<int32_t> numbers;
+  int64_t ranks = 0;
+  for (int i = 0; i < count; i++) ranks += factors[i].rank;
+  inner.resize(std::max<size_t>(inner.size(), size_t(ranks * given.pairs)));
+  std::vector<GroupWeight> first;
+  int64_t place = 0;
+  for (int i = 0; i < count; place += int64_t(factors[i++].rank) * given.pairs)
+    first.push_back({factors[i].inner, factors[i].rank, inner.data() + place});
+  multiply_groups(given, first.data(), count, kernel, threads);
+  numbers.resize(std::max<size_t>(numbers.size(), given.pairs));
+  for (int i = 0; i < given.pairs; i++) numbers[i] = i;
+  for (int i = 0; i < count; i++) {
+    const GroupFactors &of = factors[i];
+    rounded.assign(size_t(of.depth) * given.pairs, 0);
+    for (int pair = 0; pair < given.pairs; pair++)
+      for (int k = 0; k < of.rank; k++) rounded[size_t(pair) * of.depth + k] = nearest_bf16(first[i].out[int64_t(pair) * of.rank + k]);
+    outer.resize(std::max<size_t>(outer.size(), size_t(of.outputs) * given.pairs));
+    const GroupedRows<uint16_t> next{rounded.data(), given.pairs, of.depth, numbers.data(), given.sizes, given.pairs, given.groups};
+    const GroupWeight second{of.outer, of.outputs, outer.data()};
+    multiply_groups(next, &second, 1, kernel, threads);
+    const float *const products = outer.data();
+    constexpr int kRowsOfTask = 16;
+    parallel(threads, divided(given.pairs, kRowsOfTask), [&, products](int task) {
+      for (int pair = task * kRowsOfTask; pair < std::min(given.pairs, (task + 1) * kRowsOfTask); pair++) {
+        float *const to = of.out + int64_t(given.rows[pair]) * of.outputs;
+        const float *const from = products + int64_t(pair) * of.outputs;
+        for (int k = 0; k < of.outputs; k++) to[k] += from[k];
       }
     }, in_chain);
   }

@@ -27,6 +27,17 @@ struct GroupWeight {
 // Computes the products of bfloat16 rows.
 void multiply_groups(const GroupedRows<uint16_t> &given, const GroupWeight *weights, int count, const Kernel &kernel, Threads &threads);
 
+// Two factors of each group, [groups, rank, in] and [groups, outputs, depth], whose product is added to a matrix. A depth is a multiple
+// of 32 and at least the rank: what lies behind the rank is multiplied by zero.
+struct GroupFactors {
+  const uint16_t *inner, *outer;
+  int rank, outputs, depth;
+  float *out;  // [count, outputs], to whose rows the products are added
+};
+
+// Adds the products of rows with both factors of their groups. No row is in two pairs.
+void add_factors(const GroupedRows<uint16_t> &given, const GroupFactors *factors, int count, const Kernel &kernel, Threads &threads);
+
 // Computes the products of rows with packed weights, whose `data` holds the groups one after the other. The integers of a row are made
 // once for all its groups.
 void multiply_groups(const GroupedRows<float> &given, int digits, const PackedWeight *weights, int count, const PackedKernel &kernel,
