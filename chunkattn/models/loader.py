@@ -221,7 +221,6 @@ def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str,
     return spec, _dtype(config, options), {name: tensors.stored_type(name) for name in tensors.names()}
 
 
-
 def _quantised_types(folder: Path, spec: DecoderSpec) -> dict[str, str]:
     """Return the type of each parameter of a quantised folder; nothing of another, or of one without its weights."""
     if quantization_of(folder) is None or not any(folder.glob("model*.safetensors")):
