@@ -28,8 +28,8 @@ from chunkattn.models.spec import EXPERTS, ROUTERS, DecoderSpec
 
 Stacks = dict[str, tuple[Any, Any]]
 """Two arrays for each module, the factors of its inputs and of its outputs."""
-_DEPTH = 32
-"""Multiple of which the products' depths are: that of `chunkattn.backends.cpu.linear.IN_STEP`."""
+_DEPTH, _HALF = 32, 16
+"""Multiple of which the products' depths are, `chunkattn.backends.cpu.linear.IN_STEP`; or its half."""
 
 
 class AdapterSlots:
@@ -53,7 +53,7 @@ class AdapterSlots:
         self, spec: DecoderSpec, dtype: Any, shards: Shards, count: int, max_rank: int, only: Iterable[Adapter] | None = None
     ) -> None:
         self.count, self.max_rank, self._dtype = count, max_rank, dtype
-        self._depth = -(-max_rank // _DEPTH) * _DEPTH
+        self._depth = _HALF if max_rank <= _HALF else -(-max_rank // _DEPTH) * _DEPTH
         used = None if only is None else {name for adapter in only for name, _ in adapter.deltas}
         shapes = {name: shape for name, shape in spec.parameters().items() if _is_adaptable(name, shape)}
         self._shapes = {name: shape for name, shape in shapes.items() if used is None or name in used}
@@ -147,11 +147,8 @@ class RowAdapters(NamedTuple):
             return list(products)
         a, b = ([self.stacks[modules[place]][factor] for place in own] for factor in (0, 1))
         x = x.astype(a[0].dtype)
-        sums = (
-            partial(jax.lax.platform_dependent, cpu=native.add_factors)
-            if x.shape[1] % _DEPTH == 0 and native.serves(x, a)
-            else _now
-        )
+        fits = x.shape[1] % _DEPTH == 0 and all(stack.shape[1] % 2 == 0 for stack in b)
+        sums = partial(jax.lax.platform_dependent, cpu=native.add_factors) if fits and native.serves(x, a) else _now
         found = sums(x, self.rows, self.sizes, *a, *b, *(products[place] for place in own), default=self._add)
         added = dict(zip(own, found, strict=True))
         return [added.get(place, product) for place, product in enumerate(products)]

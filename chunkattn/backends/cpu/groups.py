@@ -52,7 +52,7 @@ def add_factors(
         rows: row of each pair, all different.
         sizes: pairs of each group; the pairs behind the last group add nothing.
         *args: of each matrix the bfloat16 factors `[E, rank, in]`, then of each `[E, out, depth]`, whose depth is a multiple of
-            32 and not below the rank, and then of each the float32 rows `[N, out]` that are added to.
+            32, or 16 for an even `out`, and not below the rank, and then of each the float32 rows `[N, out]` that are added to.
     """
     count = len(args) // 3
     out = [jax.ShapeDtypeStruct(y.shape, jnp.float32) for y in args[2 * count :]]  # type: ignore[no-untyped-call]

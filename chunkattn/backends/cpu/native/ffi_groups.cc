@@ -110,7 +110,8 @@ ffi::Error add_group_factors(ffi::ThreadPool pool, ffi::Buffer<ffi::BF16> x, Num
     auto sums = out.get<Factors>(i);
     if (!inner || !outer || !before || !sums) return ffi::Error::InvalidArgument("factors are bfloat16, and sums float32");
     const auto a = inner->dimensions(), b = outer->dimensions(), to = (*sums)->dimensions();
-    if (a.size() != 3 || b.size() != 3 || a[0] != given.groups || b[0] != given.groups || a[2] != given.in || b[2] < a[1] || b[2] % 32)
+    if (a.size() != 3 || b.size() != 3 || a[0] != given.groups || b[0] != given.groups || a[2] != given.in || b[2] < a[1] ||
+        (b[2] % 32 && (b[2] != 16 || b[1] % 2)))
       return ffi::Error::InvalidArgument("factors must be [groups, rank, in] and [groups, outputs, depth]");
     if (to.size() != 2 || to[0] != given.count || to[1] != b[1]) return ffi::Error::InvalidArgument(kWrongProducts);
     if ((*sums)->typed_data() != before->typed_data())

@@ -132,16 +132,21 @@ void add_factors(const GroupedRows<uint16_t> &given, const GroupFactors *factors
   for (int i = 0; i < count; place += int64_t(factors[i++].rank) * given.pairs)
     first.push_back({factors[i].inner, factors[i].rank, inner.data() + place});
   multiply_groups(given, first.data(), count, kernel, threads);
-  numbers.resize(std::max<size_t>(numbers.size(), given.pairs));
-  for (int i = 0; i < given.pairs; i++) numbers[i] = i;
+  numbers.resize(std::max<size_t>(numbers.size(), 2 * size_t(given.pairs)));
+  for (int i = 0; i < 2 * given.pairs; i++) numbers[i] = i;
+  std::vector<int32_t> twice(given.sizes, given.sizes + given.groups);
+  for (int32_t &size : twice) size *= 2;
   for (int i = 0; i < count; i++) {
     const GroupFactors &of = factors[i];
-    rounded.assign(size_t(of.depth) * given.pairs, 0);
-    for (int pair = 0; pair < given.pairs; pair++)
-      for (int k = 0; k < of.rank; k++) rounded[size_t(pair) * of.depth + k] = nearest_bf16(first[i].out[int64_t(pair) * of.rank + k]);
+    // Two outputs of depth 16 share a line of the weight, so each row is multiplied once for its first half and once for the other.
+    const int halves = of.depth % 32 ? 2 : 1, depth = of.depth * halves, outputs = of.outputs / halves, rows = given.pairs * halves;
+    rounded.assign(size_t(depth) * rows, 0);
+    for (int row = 0; row < rows; row++)
+      for (int k = 0; k < of.rank; k++)
+        rounded[size_t(row) * depth + row % halves * of.depth + k] = nearest_bf16(first[i].out[int64_t(row / halves) * of.rank + k]);
     outer.resize(std::max<size_t>(outer.size(), size_t(of.outputs) * given.pairs));
-    const GroupedRows<uint16_t> next{rounded.data(), given.pairs, of.depth, numbers.data(), given.sizes, given.pairs, given.groups};
-    const GroupWeight second{of.outer, of.outputs, outer.data()};
+    const GroupedRows<uint16_t> next{rounded.data(), rows, depth, numbers.data(), halves == 2 ? twice.data() : given.sizes, rows, given.groups};
+    const GroupWeight second{of.outer, outputs, outer.data()};
     multiply_groups(next, &second, 1, kernel, threads);
     const float *const products = outer.data();
     constexpr int kRowsOfTask = 16;
@@ -149,7 +154,10 @@ void add_factors(const GroupedRows<uint16_t> &given, const GroupFactors *factors
       for (int pair = task * kRowsOfTask; pair < std::min(given.pairs, (task + 1) * kRowsOfTask); pair++) {
         float *const to = of.out + int64_t(given.rows[pair]) * of.outputs;
         const float *const from = products + int64_t(pair) * of.outputs;
-        for (int k = 0; k < of.outputs; k++) to[k] += from[k];
+        if (halves == 1)
+          for (int k = 0; k < outputs; k++) to[k] += from[k];
+        else
+          for (int k = 0; k < outputs; k++) to[2 * k] += from[k], to[2 * k + 1] += from[outputs + k];
       }
     }, in_chain);
   }

@@ -28,7 +28,7 @@ struct GroupWeight {
 void multiply_groups(const GroupedRows<uint16_t> &given, const GroupWeight *weights, int count, const Kernel &kernel, Threads &threads);
 
 // Two factors of each group, [groups, rank, in] and [groups, outputs, depth], whose product is added to a matrix. A depth is a multiple
-// of 32 and at least the rank: what lies behind the rank is multiplied by zero.
+// of 32, or 16 for an even number of outputs, and at least the rank: what lies behind the rank is multiplied by zero.
 struct GroupFactors {
   const uint16_t *inner, *outer;
   int rank, outputs, depth;
