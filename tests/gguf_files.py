@@ -252,7 +252,7 @@ class Written:
 
     @property
     def is_read_by_transformers(self):
-        """Whether transformers loads the file itself."""
+        """Return whether transformers loads the file itself."""
         return self.architecture in ("llama", "qwen2", "qwen3") and self.config.model_type == self.architecture
 
 

@@ -34,7 +34,7 @@ _HEAD_MODULE = HEAD.removesuffix("weight")
 _DTYPES = ("F32", "BF16", "F16", "F64")
 
 _CAUSES = (
-    (r"(^|\.)lora_[AB]\.", "the folder holds a LoRA adapter; merge it into its base model (PEFT: merge_and_unload)"),
+    (r"(^|\.)lora_[AB]\.", "the folder holds a LoRA adapter; load its base model with the option `adapter`"),
     (r"\.(original_module|modules_to_save|base_layer)\.", "a PEFT model was saved unmerged; merge it (merge_and_unload)"),
     (r"^base_model\.model\.", "a PEFT model was saved unmerged; merge it (merge_and_unload) and save it again"),
     (r"^module\.", "the model was saved inside DistributedDataParallel; save model.module instead"),
@@ -130,7 +130,7 @@ class SafetensorsFolder:
         self._stored: dict[str, tuple[Shard, str]] = {}
         places, self._lost = _places(folder, stack)
         if is_present(folder / "adapter_config.json"):
-            logger.warning("%s holds an adapter beside the model, which is not applied; merge it (merge_and_unload)", folder)
+            logger.warning("%s holds an adapter beside the model, which is not applied; load it with the option `adapter`", folder)
         for name, shard in places.items():
             parameter = name
             if is_nested:

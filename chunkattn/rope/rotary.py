@@ -19,7 +19,7 @@ _POSITIVE = (
 )
 """Numbers among the parameters."""
 _ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
-"""Those whose default a 0 stands for, as in transformers."""
+"""Parameters in which a 0 stands for the default, as in transformers."""
 
 
 def is_positive(value: object) -> bool:
