@@ -18,6 +18,7 @@ XLA_FFI_Error *ChunkattnAttention(XLA_FFI_CallFrame *frame) { return handle(fram
 XLA_FFI_Error *ChunkattnAttendHeads(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnGroups(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnPackedGroups(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnFactors(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnGate(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnLargest(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnNorm(XLA_FFI_CallFrame *frame) { return handle(frame); }

@@ -228,7 +228,9 @@ def test_prompts_samples_and_documents_count(frontend):
 
 def test_prompts_of_one_http_request_count_together(frontend):
     body = CompletionBody(prompt=[[5] * 40] * 2, max_tokens=20)
-    answer = Completion(body, state(frontend(max_tokens_per_call=100)), SimpleNamespace(salt=lambda salt: salt))
+    answer = Completion(
+        body, state(frontend(max_tokens_per_call=100)), SimpleNamespace(salt=lambda salt: salt, document_owner="", adapter=None)
+    )
     with pytest.raises(CapacityError, match="are 120 tokens, max_tokens_per_call is 100"):
         answer._jobs(answer.prompts)
 
@@ -404,7 +406,7 @@ def test_the_server_runs_no_baseline():
         asyncio.run(scoring.score(body, None, state(), None))
     assert (caught.value.status, caught.value.param) == (400, "algorithm")
     for name in AUTO:
-        scoring._check(state(), body.model_copy(update={"algorithm": name}))
+        scoring._check(state(), body.model_copy(update={"algorithm": name}), SimpleNamespace())
 
 
 # Texts of tokens

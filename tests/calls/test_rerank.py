@@ -397,8 +397,10 @@ def test_bad_labels(arguments, message, param, reranker):
 def test_a_label_that_needs_a_space_is_told_so(reranker):
     with pytest.raises(RequestError, match=r"label 'meets' is \d tokens .* ' meets' is one"):
         read_labels(reranker.frontend, ["meets"], None)
+    frontend = SimpleNamespace(parser=SimpleNamespace(encode=PartEncoder(None)), limits=reranker.limits)
+    frontend.check_language_head = lambda param: None
     with pytest.raises(RequestError, match="labels need a tokenizer"):
-        read_labels(SimpleNamespace(parser=SimpleNamespace(encode=PartEncoder(None)), limits=reranker.limits), ["yes"], None)
+        read_labels(frontend, ["yes"], None)
 
 
 # Lists of queries
