@@ -130,7 +130,7 @@ class SafetensorsFolder:
         self._stored: dict[str, tuple[Shard, str]] = {}
         places, self._lost = _places(folder, stack)
         if is_present(folder / "adapter_config.json"):
-            logger.warning("%s holds an adapter beside the model, which is not applied; load it with the option `adapter`", folder)
+            logger.warning("%s holds an adapter beside the model, which is not applied; name it as `adapter`", folder)
         for name, shard in places.items():
             parameter = name
             if is_nested:
