@@ -10,6 +10,11 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+_LARGE = 1 << 16
+"""Bytes of a body whose decoding is worth a pause."""
+_LEAVING_S = 0.02
+"""Pause in seconds in which the end of a connection that has already arrived is read and answered with a reset."""
+
 
 class LingeringTransport:
     """Transport whose `close` ends the sending, and reads on until the client closes as well.
@@ -44,9 +49,14 @@ class LingeringTransport:
             return False
         if not hasattr(select, "poll"):  # Windows
             return bool(select.select([socket.fileno()], [], [], 0)[0])
-        poll = select.poll()
-        poll.register(socket.fileno(), select.POLLIN)
-        return bool(poll.poll(0))
+        return bool(_events(socket.fileno()))
+
+    def is_reset(self) -> bool:
+        """Return whether the client has reset the connection; False where the system does not tell."""
+        socket = self._transport.get_extra_info("socket")
+        if socket is None or socket.fileno() < 0 or not hasattr(select, "poll"):
+            return False
+        return bool(_events(socket.fileno()) & (select.POLLERR | select.POLLHUP))
 
     def write(self, data: bytes) -> None:
         """Send bytes; after `close` they are dropped."""
@@ -108,10 +118,28 @@ class Exchange(RequestResponseCycle):
         **options: arguments of uvicorn's class.
     """
 
+    transport: Any
+
     def __init__(self, *, is_draining: Callable[[], bool], keep_alive_header: tuple[bytes, bytes], **options: Any) -> None:
         super().__init__(**options)
         self._is_draining, self._keep_alive_header = is_draining, keep_alive_header
         self._ends_with_connection = False
+        self._size = 0
+
+    async def receive(self) -> Any:
+        """Return the next part of the body, or `http.disconnect`.
+
+        After the last part of a large body, more bytes or the connection's end may wait to be read. There is a pause then, so
+        that the body of a client that hung up is not decoded.
+        """
+        message = await super().receive()
+        if message["type"] == "http.request":
+            self._size += len(message["body"])
+            if self._size > _LARGE and not message["more_body"] and self.transport.has_input():
+                await asyncio.sleep(_LEAVING_S)
+                if self.disconnected or self.transport.is_reset():
+                    return {"type": "http.disconnect"}
+        return message
 
     async def send(self, message: Any) -> None:
         """Send a part of the answer."""
@@ -136,3 +164,10 @@ class Exchange(RequestResponseCycle):
         """End the request: its application sees a client that has left, and sends nothing more."""
         self.disconnected = True
         self.message_event.set()
+
+
+def _events(file: int) -> int:
+    """Return what a socket is ready for, of `select.POLLIN` and its errors."""
+    poll = select.poll()
+    poll.register(file, select.POLLIN)
+    return next((events for _, events in poll.poll(0)), 0)

@@ -181,3 +181,32 @@ def test_pipelined_requests_are_bounded_and_end_with_their_client():
             assert len(started) == 1
 
     run(case)
+
+
+@pytest.mark.parametrize(("leaves", "last"), [(True, "http.disconnect"), (False, "http.request")])
+def test_the_large_body_of_a_client_that_hung_up_is_not_handed_on(leaves, last):
+    """A client that ends its sending alone waits for its answer."""
+    ends = []
+
+    async def reader(scope, receive, send):
+        message = await receive()
+        while message.get("more_body"):
+            message = await receive()
+        ends.append(message["type"])
+        await hello(scope, receive, send)
+
+    async def case():
+        async with listening(reader, ServerConfig()) as (port, _):
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n" + b"a" * 100_000)
+                if leaves:
+                    client.close()
+                else:
+                    client.shutdown(socket.SHUT_WR)
+                while not ends:
+                    await asyncio.sleep(0.01)
+                assert ends == [last]
+                if not leaves:
+                    assert b" 200 " in await asyncio.to_thread(client.recv, 4096)
+
+    run(case)
