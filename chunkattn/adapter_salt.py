@@ -58,7 +58,11 @@ def salt_for(request: Any, salt: str | None) -> str | None:
     Raises:
         RequestError: the request is no `LoRARequest`, or its name is invalid.
     """
-    return salt if request is None else salted(check_name(getattr(request, "lora_name", request)), salt)
+    if request is None:
+        return salt
+    if not hasattr(request, "lora_name"):
+        raise RequestError(f"lora_request must be a LoRARequest, got {shown(request)}", param="lora_request")
+    return salted(check_name(request.lora_name), salt)
 
 
 def check_name(name: Any, error: type[ConfigError] | type[RequestError] = RequestError) -> str:

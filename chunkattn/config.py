@@ -110,8 +110,8 @@ class EngineConfig:
         max_chunk_len: limit on the tokens of one chunk.
         max_chunks_per_prompt: limit on the chunks of one prompt, including empty chunks.
         score_algorithm: default algorithm of scoring requests; `"auto"` takes the algorithm predicted to be cheapest.
-        decide_method: default method of decisions: `"letters"`, `"likelihood"` or `"separate"`; `"auto"` asks the model
-            built-in questions once, at a server's start or before the first decision, and keeps the verdict for later starts.
+        decide_method: default method of decisions: `"head"`, `"letters"`, `"likelihood"` or `"separate"`; `"auto"` asks the
+            model built-in questions once, at a server's start or before the first decision, and keeps the verdict.
         max_items_per_request: limit on the items of one scoring request, over all of its queries, and on the documents of
             one precompute call.
         max_tokens_per_call: limit on the tokens that the engine computes for one call. Generation counts the prompts and

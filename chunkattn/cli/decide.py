@@ -86,7 +86,7 @@ def decide(
         output_format: `jsonl` or `csv`; by default `csv` if the name of --output ends in .csv, else `jsonl`.
         document: see `Documents`.
         document_file: file of a document before every state; repeatable.
-        method: `auto`, `letters`, `likelihood` or `separate`.
+        method: `auto`, `head`, `letters`, `likelihood` or `separate`.
         calibrate: `off`; `on`: divide probabilities by those behind 'N/A'; `fitted`: the labels of the calibration file.
         system: content of a system message before the state.
         chat_template_kwargs: see `TemplateOptions`.

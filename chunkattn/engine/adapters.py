@@ -74,11 +74,12 @@ class LoadedAdapters:
         slots = AdapterSlots(files.spec, files.dtype, shards, count, config.max_lora_rank, only)
         return LoadedAdapters(slots, files.spec, adapters, is_open=config.enable_lora)
 
-    def find(self, salt_key: str | None) -> tuple[int, str] | None:
+    def find(self, salt_key: str | None, *, computes: bool = True) -> tuple[int, str] | None:
         """Return the slot and the digest of the adapter that a request's salt names; None for the base model.
 
         Args:
             salt_key: salt of the request, see `chunkattn.adapter_salt`.
+            computes: whether the request computes; for a look-up, the slot of an adapter that has lost it is -1.
 
         Raises:
             RequestError: the adapter is not loaded.
@@ -87,8 +88,13 @@ class LoadedAdapters:
         if name is None:
             return None
         _, digest = self._known.get(name, (None, ""))
+        if digest and not computes:
+            return self._slot_of.get(digest, -1), digest
         if digest not in self._slot_of:
-            raise RequestError(f"the adapter {name!r} is not loaded; name one of lora_modules, or load it", param="model")
+            why = "is not loaded; name one of lora_modules, or load it"
+            if digest:
+                why = "gave its slot to another one; raise max_loras"
+            raise RequestError(f"the adapter {name!r} {why}", param="model")
         self._slot_of.move_to_end(digest)
         return self._slot_of[digest], digest
 

@@ -136,11 +136,11 @@ class EngineCore:
         if self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
             self.scheduler.add(request)
 
-    def _request(self, message: Message, arrival: int) -> Request:
-        """Return the request of a message, with its adapter."""
+    def _request(self, message: Message, arrival: int, *, computes: bool = True) -> Request:
+        """Return the request of a message, with its adapter, which needs a slot if the request computes."""
         if self.adapters is None and split(message.salt_key)[0] is not None:
             raise RequestError("this engine has no adapters; build it with lora_modules or enable_lora", param="model")
-        adapter = None if self.adapters is None else self.adapters.find(message.salt_key)
+        adapter = None if self.adapters is None else self.adapters.find(message.salt_key, computes=computes)
         return Request(message, self.limits, arrival=arrival, adapter=adapter)
 
     def load_adapter(self, name: str, place: str) -> None:
@@ -209,7 +209,7 @@ class EngineCore:
         """
         if not checked:
             self.limits.check(message)
-        request = self._request(message, 0)
+        request = self._request(message, 0, computes=False)
         self.scheduler.placement.mark_cached(request, forget=forget)
         if forget and self.disk is not None:
             self.disk.forget(request)

@@ -15,7 +15,7 @@ import xxhash
 
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
-from chunkattn.models.adapters import CONFIG_FILE, adapter_folder, read_adapter
+from chunkattn.models.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_folder, read_adapter
 from chunkattn.models.decision_files import DecisionModel, read_decision
 from chunkattn.models.families import FAMILIES, NESTED, language_part, spec_from_config, unsupported
 from chunkattn.models.foreign_files import explain_folder
@@ -127,7 +127,8 @@ def open_files(options: EngineConfig) -> ModelFiles:
     elif file is not None and options.tokenizer is None:
         loaded = tokenizer_from_gguf(file)
     else:
-        loaded = load_tokenizer(options.tokenizer or str(path))
+        own = place if is_present(place / "tokenizer_config.json") else path  # an adapter may have a tokenizer of its own
+        loaded = load_tokenizer(options.tokenizer or str(own))
     if loaded is not None:
         check_rows(loaded, spec.vocab_size, options.tokenizer or str(path))
     template = options.chat_template
@@ -179,7 +180,8 @@ def _base_of(place: Path, options: EngineConfig) -> tuple[Path, Path | None]:
         ConfigError: the model is an adapter, and the options name another one.
         ModelError: a base model or an adapter cannot be found.
     """
-    if place.is_file() or is_present(place / "config.json") or not is_present(place / CONFIG_FILE):
+    alone = is_present(place / WEIGHTS_FILE) and not any(place.glob("model*.safetensors"))  # may have its base's config.json
+    if not is_present(place / CONFIG_FILE) or (is_present(place / "config.json") and not alone):
         return place, None if options.adapter is None else adapter_folder(options.adapter)
     if options.adapter is not None:
         raise ConfigError(f"model {place} is an adapter, so adapter= cannot name another one; pass the base model as model")

@@ -116,7 +116,7 @@ def _checkpoint(hub_id: str, revision: str | None, files: Sequence[str]) -> Path
     folder = download(hub_id, files, revision)
     wants_weights = any(pattern.endswith(".safetensors") for pattern in files)
     has_weights = any(folder.glob("model*.safetensors")) or not wants_weights
-    if not (folder / "config.json").exists() and (folder / "adapter_model.safetensors").exists():
+    if not (has_weights and (folder / "config.json").exists()) and (folder / "adapter_model.safetensors").exists():
         return folder  # an adapter, which names its base model
     if (folder / "config.json").exists() and has_weights:
         return folder

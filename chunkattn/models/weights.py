@@ -128,7 +128,7 @@ def _read_transposed(source: TensorSource, name: str, dtype: jnp.dtype, index: I
 def _stored(source: TensorSource, name: str, index: Index) -> np.ndarray:
     """Return stored blocks of a matrix, uint8 `[rows, bytes]`."""
     source = source.base if isinstance(source, MergedTensors) else source
-    assert isinstance(source, (GGUFTensors, SplitTensors, QuantizedFolder))
+    assert isinstance(source, (GGUFTensors, SplitTensors, StackedExperts, QuantizedFolder))
     return source.blocks(name, index)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from chunkattn.adapter_salt import salted
+from chunkattn.adapter_salt import salted, split
 from chunkattn.errors import ConfigError
 from chunkattn.fair_shares import FairShares
 from chunkattn.fair_threads import FairThreads
@@ -258,7 +258,13 @@ class Caller:
 
         Args:
             request_salt: salt from the request.
+
+        Raises:
+            ApiError: 400, the salt has the form of one that names an adapter.
         """
+        if split(request_salt)[0] is not None:
+            text = "cache_salt must not name an adapter; name it as model"
+            raise ApiError(400, text, param="cache_salt", code="invalid_value")
         return salted(self.adapter, self._salt(request_salt))
 
     def _salt(self, request_salt: str | None) -> str | None:

@@ -192,7 +192,8 @@ def test_calls_bring_adapters_that_take_turns(checkpoint, adapters, oracle, rng)
     ("request_", "message"),
     [
         (LoRARequest("c", 3, "/nowhere"), "needs the option enable_lora"),
-        (7, "printable characters, got 7"),
+        (7, "must be a LoRARequest, got 7"),
+        (LoRARequest(7), "printable characters, got 7"),
         (LoRARequest("x" * 200), "1 to 128 printable characters"),
         ([A], "1 lora_request for 2 prompts"),
         (LoRARequest("missing"), "'missing' is not loaded"),

@@ -184,6 +184,12 @@ def logits_of(model, classifies=False, ids=IDS):
     return model.score(model.eval().model(**batch).last_hidden_state)[0].numpy()
 
 
+def transformers_logits(folder):
+    """Logits of transformers in float32, or the reason why it has none that count."""
+    witness = transformers_model(folder)
+    return witness if isinstance(witness, str) else logits_of(*witness)
+
+
 def judge(folder, change=lambda: None):
     """Return "equal" or the text of our error.
 

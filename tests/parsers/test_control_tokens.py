@@ -378,6 +378,7 @@ class Files:
     """The files of a checkpoint that a front end needs."""
 
     eos_token_ids, reranker, sampling = (), RerankerTraits(), {}
+    decision, has_language_head, adapter = None, True, None
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from chunkattn import LLM, AsyncLLM, EngineConfig
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import open_files, resolve_path
-from chunkattn.remote import client
+from chunkattn.remote import supervisor
 from chunkattn.remote.client import EngineClient
 from chunkattn.remote.hosts import first_host, group
 from chunkattn.remote.hosts.first_host import FirstHost
@@ -139,7 +139,7 @@ def test_an_end_of_the_first_host_is_no_error(monkeypatch, caplog):
     async def start():
         await EngineClient(EngineConfig(), lambda _: None).start(None)
 
-    monkeypatch.setattr(client, "WorkerProcess", Ending)
+    monkeypatch.setattr(supervisor, "WorkerProcess", Ending)
     with caplog.at_level("INFO", "chunkattn"), pytest.raises(ConfigError, match="enough"):
         asyncio.run(start())
     assert caplog.text.count("host 0 has ended; the engine starts again and waits") == 4

@@ -87,7 +87,7 @@ def traits_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, Any]:
         config: options of the engine.
         checkpoint: the checkpoint to load.
     """
-    options = {name: value for name, value in asdict(config).items() if name not in _OWN_OPTIONS}
+    options = {n: list(v) if isinstance(v, tuple) else v for n, v in asdict(config).items() if n not in _OWN_OPTIONS}
     model = msgspec.to_builtins(checkpoint.spec, enc_hook=to_plain)
     return {
         "chunkattn": version("chunkattn"),
