@@ -92,8 +92,8 @@ def test_every_route_answers_with_the_adapter_that_model_names(name, http, merge
     assert answer["model"] == (name or "base")
     assert found == pytest.approx(expected, rel=1e-4)
 
-    answer = post(http, "/v1/decisions", input="Nila likes figs.", questions=[QUESTION], **chosen)
-    (expected,) = llm.decide("Nila likes figs.", [Choice("Who?", ["Nila", "Rumi"])]).answers
+    answer = post(http, "/v1/decisions", input="Nila likes figs.", questions=[QUESTION], method="letters", **chosen)
+    (expected,) = llm.decide("Nila likes figs.", [Choice("Who?", ["Nila", "Rumi"])], method="letters").answers
     assert answer["model"] == (name or "base")
     (found,) = answer["answers"]
     told = {own["value"]: own["probability"] for own in found["probabilities"]}
