@@ -1,5 +1,6 @@
-"""Adapters that are merged at the load, against transformers with W + s B A, and against PEFT where it is installed."""
+"""Adapters that are merged at the load, against transformers with W + s B A, and against PEFT."""
 
+import copy
 import json
 import logging
 import math
@@ -207,8 +208,7 @@ def test_a_folder_without_an_adapter_is_refused(checkpoint, tmp_path):
     ],
 )
 def test_an_adapter_of_peft_is_peft(fields, checkpoint, oracle, tmp_path):
-    peft = pytest.importorskip("peft")
-    import copy
+    import peft  # slow to import
 
     torch.manual_seed(1)
     model = peft.get_peft_model(copy.deepcopy(oracle("llama").model), peft.LoraConfig(init_lora_weights=False, **fields))
