@@ -188,6 +188,18 @@ def test_calls_bring_adapters_that_take_turns(checkpoint, adapters, oracle, rng)
         llm.generate(prompt, GREEDY, lora_request=LoRARequest("x", 9))
 
 
+def test_documents_of_an_adapter_that_gave_its_slot_away_are_found_and_forgotten(checkpoint, adapters, rng):
+    folder = adapters("qwen3")[0]
+    prefix, document = (rng.integers(0, VOCAB, n).tolist() for n in (5, 20))
+    llm = LLM(str(checkpoint("qwen3")), **OPTIONS, enable_lora=True)
+    llm.precompute(prefix, [document], lora_request=LoRARequest("a", 1, str(folder / "a")))
+    llm.generate({"prompt_token_ids": document}, GREEDY, lora_request=LoRARequest("b", 2, str(folder / "b")))
+    for call, cached in ((llm.lookup, True), (llm.forget, True), (llm.lookup, False)):
+        assert call(prefix, [document], lora_request=A).documents[0].was_cached == cached
+    with pytest.raises(RequestError, match="'a' gave its slot to another one; raise max_loras"):
+        llm.generate({"prompt_token_ids": document}, GREEDY, lora_request=A)
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from chunkattn import LLM, Choice, SamplingParams
+from chunkattn.adapter_salt import salted
 from chunkattn.schema.piece_keys import keys_of
 from tests.adapter_files import make_adapter
 from tests.checkpoints import Oracle
@@ -64,6 +65,11 @@ def test_models_list_the_adapters(http, folders):
         refused = http.post(path, json={**body, "model": "c"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         assert "it is 'base' or 'a' or 'b'" in refused.json()["error"]["message"]
+
+
+def test_a_salt_names_no_adapter(http):
+    refused = http.post("/v1/completions", json={"prompt": "x", "cache_salt": salted("a", "own")})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "cache_salt")
 
 
 @pytest.mark.parametrize("name", NAMES)
