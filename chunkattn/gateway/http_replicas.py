@@ -9,7 +9,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -67,6 +67,15 @@ def _place(url: str) -> tuple[object, ...]:
     """Return what two URLs of one replica have in common."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname, parts.port or _PORTS.get(parts.scheme), parts.path
+
+
+class _Plain(NamedTuple):
+    """Start, capacity in tokens and adapters of a replica without `/v1/cache/report`, and until when they count."""
+
+    started: str = ""
+    capacity: int | None = None
+    until: float = 0.0
+    adapters: tuple[str, ...] = ()
 
 
 class _Running:
@@ -128,7 +137,7 @@ class HttpReplicas:
         self._addresses: dict[str, list[str]] = {}  # URLs of the addresses of each host, for `resolve`
         self._read: dict[str, tuple[str, int]] = {}  # generation and version of the last report
         self._running: dict[str, set[_Running]] = {}
-        self._plain: dict[str, tuple[str, int | None, float]] = {}  # replicas without /v1/cache/report, see `_plain_report`
+        self._plain: dict[str, _Plain] = {}  # replicas without /v1/cache/report, see `_plain_report`
         self._resolving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -270,20 +279,27 @@ class HttpReplicas:
             )
 
     async def _plain_report(self, name: str) -> Report:
-        """Return the state of a replica that has no `/v1/cache/report`. Its metrics are read when it appears, and each 30 s."""
+        """Return the state of a replica that has no `/v1/cache/report`. Metrics and models are read at first, and each 30 s."""
         status, body = await self._get(name, "/health")
         generation, unresponsive = "", False
         with suppress(msgspec.DecodeError, TypeError, AttributeError):
             answer = msgspec.json.decode(body)
             unresponsive = answer.get("status") == "unresponsive"
             generation = f"{answer.get('started', '')} {answer.get('engine_restarts', '')}"
-        started, capacity, until = self._plain.get(name, ("", None, 0.0))
-        if status == 200 and time.monotonic() > until:
+        plain = self._plain.get(name, _Plain())
+        if status == 200 and time.monotonic() > plain.until:
+            started, capacity, adapters = plain.started, plain.capacity, plain.adapters
             metrics_status, text = await self._get(name, "/metrics")
             if metrics_status == 200:
                 started, capacity = _read_metrics(text.decode("utf-8", "replace"))
-            self._plain[name] = started, capacity, time.monotonic() + _METRICS_S
-        return Report(f"{generation} {started}", status == 200 or unresponsive, capacity, responsive=not unresponsive)
+            models_status, listed = await self._get(name, "/v1/models")
+            if models_status == 200:
+                adapters = _read_adapters(listed)
+            plain = self._plain[name] = _Plain(started, capacity, time.monotonic() + _METRICS_S, adapters)
+        ready = status == 200 or unresponsive
+        return Report(
+            f"{generation} {plain.started}", ready, plain.capacity, responsive=not unresponsive, adapters=plain.adapters
+        )
 
     async def metrics(self, name: str) -> str:
         """Return the metrics of a replica in Prometheus's text format.
@@ -385,6 +401,13 @@ def _read_report(body: bytes) -> tuple[Report, int]:
         return report, int(fields.get("version", 0))
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None
+
+
+def _read_adapters(body: bytes) -> tuple[str, ...]:
+    """Return the names of the adapters in a list of models, those with a `parent`; nothing of another body."""
+    with suppress(msgspec.DecodeError, TypeError, AttributeError, KeyError):
+        return tuple(str(model["id"]) for model in msgspec.json.decode(body)["data"] if model.get("parent"))
+    return ()
 
 
 def _read_metrics(text: str) -> tuple[str, int | None]:
