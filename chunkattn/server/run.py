@@ -54,7 +54,7 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
             if starting.done() and not starting.exception():
                 gc.collect()
                 gc.freeze()  # later collections skip the long-lived modules and model
-                asking = asyncio.create_task(_find_decide_method(llm))
+                asking = asyncio.create_task(find_decide_method(llm))
                 await asyncio.wait({serving, asking}, return_when=asyncio.FIRST_COMPLETED)
                 asking.cancel()
                 restoring = asyncio.create_task(state.documents.restore())
@@ -80,8 +80,12 @@ async def _serve(llm: AsyncLLM, config: ServerConfig, listening: socket.socket) 
     return llm.threads.busy + state.bodies.decoder.busy
 
 
-async def _find_decide_method(llm: AsyncLLM) -> None:
-    """Choose the method of decisions before the server is ready, so that no request waits for it."""
+async def find_decide_method(llm: AsyncLLM) -> None:
+    """Choose the method of decisions before the server is ready, so that no request waits for it.
+
+    Args:
+        llm: the engine, which has started.
+    """
     try:
         await llm.find_decide_method()
     except ChunkAttnError as error:

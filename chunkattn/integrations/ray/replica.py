@@ -20,6 +20,7 @@ from chunkattn.integrations.ray.keys import ReloadsKeys
 from chunkattn.integrations.ray.logs import set_up_logs
 from chunkattn.server.app import create_app
 from chunkattn.server.routes import status
+from chunkattn.server.run import find_decide_method
 from chunkattn.web.options import ServerConfig
 
 _HIGH_WATER = 1 << 16
@@ -59,6 +60,7 @@ class Replica(ReloadsKeys):
             await self.llm.open()
         except ChunkAttnError as error:  # Ray shows the whole traceback, with all causes
             raise EngineDeadError(f"{NOT_STARTED}{error}") from None
+        await find_decide_method(self.llm)
         self._app = create_app(self.llm, config)
         self._state = self._app.state.server
         await self._wait_until_ready()
