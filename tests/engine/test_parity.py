@@ -21,7 +21,7 @@ def engine_logits(llm, layout):
         while spans := core.scheduler.plan():
             hidden = core.runner.forward(core.builder.build(spans).arrays)[0]
             rows = np.concatenate([request.user_index[span.start : span.end] for span in spans])
-            logits[rows] = core.runner._model(core.runner._params).logits(hidden)[: len(rows)]
+            logits[rows] = core.runner._model(core.runner._params, None).logits(hidden)[: len(rows)]
             core.scheduler.commit()
         assert request.samples[0].num_computed == len(layout)
         return logits
