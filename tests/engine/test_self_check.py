@@ -261,7 +261,7 @@ def test_verdicts_lie_in_the_compile_cache(monkeypatch, tmp_path):
     for kept, folder in (
         ("/cache/jax", "/cache/jax"),
         ("gs://bucket/jax", tmp_path / "chunkattn"),
-        (None, tmp_path / "chunkattn"),
+        (None, tmp_path / "chunkattn" / "jax"),
     ):
         monkeypatch.setattr(verdicts.jax, "config", SimpleNamespace(jax_compilation_cache_dir=kept))
         assert verdicts.verdict_folder() == Path(folder) / "attention_checks"
