@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 BYTES_PER_TOKEN = 4
-_ENGINE = SimpleNamespace(client=SimpleNamespace(restarts=0, limits=None))
+_ENGINE = SimpleNamespace(client=SimpleNamespace(restarts=0, limits=None), config=SimpleNamespace(lora_names=()))
 """Engine of the replicas' logs."""
 
 

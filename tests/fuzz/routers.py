@@ -10,7 +10,6 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
 from jax.experimental import io_callback
 
 from chunkattn.models import decoder
@@ -79,7 +78,7 @@ class Routing:
 
         def take(router, args, output):
             logits = output[0]
-            chosen = torch.from_numpy(self._take(logits.numpy(), output[2].numpy()).astype(np.int64))
+            chosen = output[2].new_tensor(self._take(logits.numpy(), output[2].numpy()))
             factors = logits.softmax(-1).gather(1, chosen)
             return logits, factors / factors.sum(-1, keepdim=True) if router.norm_topk_prob else factors, chosen
 
