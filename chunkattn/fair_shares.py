@@ -32,6 +32,15 @@ class FairShares:
         self.total = 0
         self._waiting: OrderedDict[str | None, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
 
+    @property
+    def waiting(self) -> bool:
+        """Return whether any client waits."""
+        return bool(self._waiting)
+
+    def is_full(self, owner: str | None) -> bool:
+        """Return whether a client waits for as many pieces as it may."""
+        return len(self._waiting.get(owner, ())) >= self._most_waiting
+
     async def take(self, owner: str | None, size: int = 1) -> None:
         """Wait until a client may hold more; the caller gives it back.
 
@@ -42,9 +51,9 @@ class FairShares:
         Raises:
             TimeoutError: the client waits for `most_waiting` pieces already.
         """
-        queue = self._waiting.setdefault(owner, deque())
-        if len(queue) >= self._most_waiting:
+        if self.is_full(owner):
             raise TimeoutError
+        queue = self._waiting.setdefault(owner, deque())
         turn = size, asyncio.get_running_loop().create_future()
         queue.append(turn)
         self._admit()

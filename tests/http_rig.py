@@ -8,24 +8,26 @@ from functools import partial
 import uvicorn
 from uvicorn.server import ServerState
 
-from chunkattn.web.http import BoundedHttp, ConnectionLimits
+from chunkattn.web.connection_limits import ConnectionLimits
+from chunkattn.web.http import BoundedHttp
 
 
 @asynccontextmanager
-async def listening(app, config, headers=()):
+async def listening(app, config, headers=(), **known):
     """Serve an application on a free port of 127.0.0.1.
 
     Args:
         app: ASGI application.
         config: options of the server.
         headers: headers of every answer.
+        **known: keys and shares of the limits.
 
     Yields:
         The port and the open connections.
     """
     web = uvicorn.Config(app, interface="asgi3", log_config=None, access_log=False, lifespan="off", proxy_headers=False)
     web.load()
-    state, limits = ServerState(), ConnectionLimits(config, config.max_connections)
+    state, limits = ServerState(), ConnectionLimits(config, config.max_connections, **known)
     state.default_headers = list(headers)
     make = partial(BoundedHttp, limits=limits, config=web, server_state=state, app_state={})
     server = await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0)

@@ -21,6 +21,7 @@ from chunkattn.web.errors import ApiError
 from chunkattn.web.json_shape import Shape, measure
 from chunkattn.web.keys import Caller
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.time_limit import unless_gone
 
 T = TypeVar("T")
 
@@ -199,7 +200,8 @@ async def _read(request: Request, field: Any) -> AbstractContextManager[Any]:
             raise RequestValidationError(errors)
         return value, bodies.note(request, raw)
 
-    request._json, noted = await bodies.decode(request.scope, body, validated)
+    decoding = bodies.decode(request.scope, body, validated)
+    request._json, noted = await (decoding if is_quick(body) else unless_gone(request, decoding))
     return noted
 
 

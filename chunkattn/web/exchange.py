@@ -138,6 +138,7 @@ class Exchange(RequestResponseCycle):
             if self._size > _LARGE and not message["more_body"] and self.transport.has_input():
                 await asyncio.sleep(_LEAVING_S)
                 if self.disconnected or self.transport.is_reset():
+                    self.drop()  # nobody reads an answer
                     return {"type": "http.disconnect"}
         return message
 

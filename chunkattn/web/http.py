@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections parsed by httptools, with limits on size, count, time and rate."""
+"""HTTP/1.1 connections parsed by httptools, with limits on size, time and rate."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import http
 import logging
 import time
 import urllib.parse
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import httptools
@@ -16,12 +14,10 @@ import msgspec
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from chunkattn.web.connection_limits import ConnectionLimits, too_many
 from chunkattn.web.errors import ApiError
 from chunkattn.web.exchange import Exchange, HeldFlow, LingeringTransport
 from chunkattn.web.heads import Header, check_framing, read_target
-from chunkattn.web.keys import Keys
-from chunkattn.web.options import ServerConfig
-from chunkattn.web.paths import OPEN_PATHS
 
 logger = logging.getLogger(__name__)
 
@@ -36,99 +32,12 @@ _LATE_S, _LATEST_S = 0.1, 0.5
 """Seconds for which a stopping server waits for requests on an idle connection; longer if some bytes of one have come."""
 _MOST_WAITING = 16
 """Requests that may wait on a connection for the answers before theirs; then the connection is not read."""
-_CHECK_S = 0.25
 _PROBE_S, _LONGEST_PROBE_S = 0.1, 5.0
-_LOG_EVERY_S = 10.0
-_MOST_EXTRA = 64
-"""Strangers that are accepted at most while all connections are taken."""
 
 
 def head_too_long() -> ApiError:
     """Return the refusal of a head over `LONGEST_HEAD`."""
     return ApiError(400, f"The request line and headers exceed {LONGEST_HEAD} bytes.", code="invalid_http")
-
-
-def _too_many() -> ApiError:
-    return ApiError(503, "the server has too many connections; try again", code="too_many_connections")
-
-
-@dataclass
-class ConnectionLimits:
-    """State shared by all connections of a server.
-
-    A connection is a stranger until a request on it brings a valid key, or any request where no key is needed. Health probes
-    make no difference. Strangers have three quarters of the connections, and a few places more while all are taken. A new one
-    takes the place of the oldest idle one, so those who send nothing keep nobody out.
-
-    Attributes:
-        config: options of the server.
-        most: limit on open connections; lower than `max_connections` if the operating system allows fewer files.
-        keys: API keys; None if no key is needed.
-        draining: whether every answer ends its connection, because the server stops soon.
-        strangers: the strangers, oldest first.
-        known: number of other connections.
-        refused: connections refused since the start.
-        logged: time of the last log line about refusals, in seconds of the monotonic clock.
-    """
-
-    config: ServerConfig
-    most: int
-    keys: Keys | None = None
-    draining: bool = False
-    strangers: dict[BoundedHttp, None] = field(default_factory=dict)
-    known: int = 0
-    refused: int = 0
-    logged: float = float("-inf")
-
-    def admit(self, connection: BoundedHttp) -> None:
-        """Count a new connection; over the limit, refuse the oldest idle stranger, or else the new one."""
-        self.strangers[connection] = None
-        room = max(min(self.most - self.most // 4, self.most - self.known), min(self.most // 32, _MOST_EXTRA))
-        if len(self.strangers) > room:
-            oldest = next((stranger for stranger in self.strangers if stranger.is_idle), connection)
-            del self.strangers[oldest]
-            self.note_refused()
-            oldest.refuse()
-
-    def meet(self, connection: BoundedHttp, path: bytes, headers: Iterable[Header]) -> None:
-        """Count a stranger among the known connections if its request shows who it is.
-
-        Raises:
-            ApiError: 503, there are `most` connections.
-        """
-        if connection not in self.strangers or path.rstrip(b"/").decode("latin-1").endswith(OPEN_PATHS):
-            return
-        authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
-        if self.keys is None or not self.keys.needed or self.keys.holder(authorization) is not None:
-            if self.known >= self.most:
-                self.note_refused()
-                raise _too_many()
-            del self.strangers[connection]
-            connection.is_known = True
-            self.known += 1
-
-    def leave(self, connection: BoundedHttp) -> None:
-        """Count a connection that has ended."""
-        self.strangers.pop(connection, None)
-        self.known -= connection.is_known
-
-    def note_refused(self) -> None:
-        """Count a connection over the limit; log one line per 10 s."""
-        self.refused += 1
-        if (now := time.monotonic()) - self.logged >= _LOG_EVERY_S:
-            logger.warning("connections over max_connections %d are refused with 503: %d so far", self.most, self.refused)
-            self.logged = now
-
-    async def watch(self, connections: Iterable[Any]) -> None:
-        """Check the time limits of all connections every 0.25 s; run until cancelled.
-
-        Args:
-            connections: live view of the server's open connections.
-        """
-        while True:
-            await asyncio.sleep(_CHECK_S)
-            for connection in list(connections):
-                connection.check_time(time.monotonic())
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -174,7 +83,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def refuse(self) -> None:
         """Answer 503, and close."""
-        self._refuse(_too_many(), linger=False)
+        self._refuse(too_many(), linger=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End the work of all requests of the connection."""
@@ -391,6 +300,7 @@ class BoundedHttp(HttpToolsProtocol):
         try:
             check_framing(method, version, self.headers)
             target = read_target(self.url)
+            self._limits.check_room(self.headers)
             self._limits.meet(self, target.path, self.headers)
         except ApiError as error:
             self._fault = error

@@ -223,6 +223,14 @@ class Shares:
     bodies: FairShares
     held: Counter[str] = field(default_factory=Counter)
 
+    def no_room(self) -> ApiError:
+        """Return the refusal of a body for which its client has no room. The rest of the body is left unread."""
+        text = (
+            f"the request bodies of one client may hold {self.bodies.most_each} bytes at once (max_body_bytes_per_client); "
+            "send fewer large bodies at once, or try again"
+        )
+        return ApiError(429, text, code="body_share_exceeded", Connection="close")
+
 
 @dataclass
 class Caller:
@@ -309,17 +317,11 @@ class Caller:
             ApiError: 429, other bodies of this client take the room until the timeout.
         """
         self.keep_bytes(0)
-        bodies = self.shares.bodies
         try:
             async with asyncio.timeout(timeout):
-                await bodies.take(self.owner, size)
+                await self.shares.bodies.take(self.owner, size)
         except TimeoutError:
-            text = (
-                f"the request bodies of one client may hold {bodies.most_each} bytes at once (max_body_bytes_per_client); "
-                "send fewer large bodies at once, or try again"
-            )
-            # The rest of the body is left unread.
-            raise ApiError(429, text, code="body_share_exceeded", Connection="close") from None
+            raise self.shares.no_room() from None
         self.num_bytes = size
 
     def keep_bytes(self, size: int) -> None:

@@ -22,7 +22,8 @@ except ImportError:  # uvloop does not support Windows
     uvloop = None  # type: ignore[assignment]
 from chunkattn import logs
 from chunkattn.errors import ConfigError
-from chunkattn.web.http import BoundedHttp, ConnectionLimits
+from chunkattn.web.connection_limits import ConnectionLimits
+from chunkattn.web.http import BoundedHttp
 from chunkattn.web.http_state import HttpState
 from chunkattn.web.keys import KeyReloader
 from chunkattn.web.options import ServerConfig
@@ -81,7 +82,8 @@ class Listener:
     """
 
     def __init__(self, app: Any, state: HttpState, listening: socket.socket) -> None:
-        self._limits = ConnectionLimits(state.config, raise_file_limit(state.config.max_connections), state.keys)
+        most = raise_file_limit(state.config.max_connections)
+        self._limits = ConnectionLimits(state.config, most, state.keys, state.shares)
         http = uvicorn.Config(
             app,
             log_config=None,

@@ -7,6 +7,9 @@ import time
 import pytest
 import uvloop
 
+from chunkattn.fair_shares import FairShares
+from chunkattn.web.bodies import SMALL_BODY
+from chunkattn.web.keys import Keys, Shares
 from chunkattn.web.options import ServerConfig
 from tests.http_rig import listening, read_answer
 
@@ -208,5 +211,34 @@ def test_the_large_body_of_a_client_that_hung_up_is_not_handed_on(leaves, last):
                 assert ends == [last]
                 if not leaves:
                     assert b" 200 " in await asyncio.to_thread(client.recv, 4096)
+
+    run(case)
+
+
+def test_a_large_body_over_its_keys_share_is_refused_by_its_head(tmp_path):
+    """The application does not see it. Small bodies and other keys pass."""
+    (tmp_path / "keys").write_text("a:first\nb:second\n")
+    keys, bodies = Keys(None, str(tmp_path / "keys"), None), FairShares(5, most_waiting=1)
+    seen = []
+
+    async def noting(scope, receive, send):
+        seen.append(dict(scope["headers"])[b"authorization"])
+        await hello(scope, receive, send)
+
+    async def case():
+        await bodies.take("a", 5)
+        waiting = asyncio.create_task(bodies.take("a", 5))
+        await asyncio.sleep(0)
+        async with listening(noting, ServerConfig(), keys=keys, shares=Shares(1, bodies)) as (port, _):
+            for key, size, status in (("first", SMALL_BODY + 1, 429), ("first", 2, 200), ("second", SMALL_BODY + 1, 200)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                head = f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Length: {size}\r\n\r\n"
+                writer.write(head.encode())
+                answer = await read_answer(reader, "POST")
+                assert answer.status == status, (key, size)
+                writer.close()
+        assert seen == [b"Bearer first", b"Bearer second"]
+        assert not waiting.done()
+        waiting.cancel()
 
     run(case)

@@ -22,7 +22,8 @@ from chunkattn.server import contents
 from chunkattn.server.app import create_app
 from chunkattn.server.json_answer import json_answer
 from chunkattn.server.state import ServerState
-from chunkattn.web.http import BoundedHttp, ConnectionLimits
+from chunkattn.web.connection_limits import ConnectionLimits
+from chunkattn.web.http import BoundedHttp
 from chunkattn.web.keys import Caller
 from chunkattn.web.options import ServerConfig
 from tests.documents.rig import add, registry_of

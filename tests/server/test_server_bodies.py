@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import threading
 import zlib
 
 import pytest
@@ -284,5 +285,33 @@ def test_a_slow_body_has_its_time_anew_once_it_has_room(llm):
         begins, ends = (0.0, body[:-9]), (0.2, body[-9:])
         cases = answered([begins, ends]), answered([begins, ends], held=1), answered([begins]), answered([begins, (0.0, None)])
         assert await asyncio.gather(*cases) == [200, 200, 408, 499]
+
+    asyncio.run(main())
+
+
+def test_a_body_of_a_client_that_left_is_not_decoded(llm):
+    """The request ends while other work keeps the decoder busy."""
+    body = json.dumps({"prompt": "a" + " " * SMALL_BODY}).encode()
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b"", "client": ("a", 1), "headers": headers}
+
+    async def main():
+        app, free = create_app(llm), threading.Event()
+        bodies = app.state.server.bodies
+        busy = asyncio.create_task(bodies.decoder.run(free.wait))
+        messages = iter([{"type": "http.request", "body": body}])
+
+        async def receive():
+            await asyncio.sleep(0)
+            return next(messages, {"type": "http.disconnect"})
+
+        async def send(message):
+            assert message.get("status", 499) == 499
+
+        await asyncio.wait_for(app(scope, receive, send), 20)
+        assert not busy.done()
+        free.set()
+        await busy
+        assert not app.state.server.shares.bodies.held
 
     asyncio.run(main())

@@ -1,0 +1,144 @@
+"""`ConnectionLimits`: who may connect to an HTTP server, and whose requests are refused by their heads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from chunkattn.web.bodies import SMALL_BODY
+from chunkattn.web.errors import ApiError
+from chunkattn.web.heads import Header
+from chunkattn.web.keys import Keys, Shares
+from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import OPEN_PATHS
+
+logger = logging.getLogger(__name__)
+
+_CHECK_S = 0.25
+_LOG_EVERY_S = 10.0
+_MOST_EXTRA = 64
+"""Strangers that are accepted at most while all connections are taken."""
+
+
+class Connection(Protocol):
+    """What the limits know of a connection.
+
+    Attributes:
+        is_known: whether it counts among the known connections.
+    """
+
+    is_known: bool
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether no request is being answered."""
+
+    def refuse(self) -> None:
+        """Answer 503, and close."""
+
+
+def too_many() -> ApiError:
+    """Return the refusal of a connection over `max_connections`."""
+    return ApiError(503, "the server has too many connections; try again", code="too_many_connections")
+
+
+@dataclass
+class ConnectionLimits:
+    """State shared by all connections of a server.
+
+    A connection is a stranger until a request on it brings a valid key, or any request where no key is needed. Health probes
+    make no difference. Strangers have three quarters of the connections, and a few places more while all are taken. A new one
+    takes the place of the oldest idle one, so those who send nothing keep nobody out.
+
+    Attributes:
+        config: options of the server.
+        most: limit on open connections; lower than `max_connections` if the operating system allows fewer files.
+        keys: API keys; None if no key is needed.
+        shares: what each client holds; None refuses no request for it.
+        draining: whether every answer ends its connection, because the server stops soon.
+        strangers: the strangers, oldest first.
+        known: number of other connections.
+        refused: connections and requests refused since the start.
+        logged: time of the last log line about refusals, in seconds of the monotonic clock.
+    """
+
+    config: ServerConfig
+    most: int
+    keys: Keys | None = None
+    shares: Shares | None = None
+    draining: bool = False
+    strangers: dict[Connection, None] = field(default_factory=dict)
+    known: int = 0
+    refused: int = 0
+    logged: float = float("-inf")
+
+    def admit(self, connection: Connection) -> None:
+        """Count a new connection; over the limit, refuse the oldest idle stranger, or else the new one."""
+        self.strangers[connection] = None
+        room = max(min(self.most - self.most // 4, self.most - self.known), min(self.most // 32, _MOST_EXTRA))
+        if len(self.strangers) > room:
+            oldest = next((stranger for stranger in self.strangers if stranger.is_idle), connection)
+            del self.strangers[oldest]
+            self._note("connections over max_connections %d", self.most)
+            oldest.refuse()
+
+    def meet(self, connection: Connection, path: bytes, headers: Iterable[Header]) -> None:
+        """Count a stranger among the known connections if its request shows who it is.
+
+        Raises:
+            ApiError: 503, there are `most` connections.
+        """
+        if connection not in self.strangers or path.rstrip(b"/").decode("latin-1").endswith(OPEN_PATHS):
+            return
+        authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
+        if self.keys is None or not self.keys.needed or self.keys.holder(authorization) is not None:
+            if self.known >= self.most:
+                self._note("connections over max_connections %d", self.most)
+                raise too_many()
+            del self.strangers[connection]
+            connection.is_known = True
+            self.known += 1
+
+    def check_room(self, headers: Iterable[Header]) -> None:
+        """Refuse a large body while as many of its key's wait as may. By its head a request is refused at the least cost.
+
+        Raises:
+            ApiError: 429, the key's bodies take its room.
+        """
+        if self.keys is None or self.keys.file is None or self.shares is None or not self.shares.bodies.waiting:
+            return
+        sent = dict(headers)
+        length = sent.get(b"content-length", b"")
+        if not length.isdigit() or int(length) <= SMALL_BODY:
+            return
+        holder = self.keys.holder(sent.get(b"authorization", b"").decode("latin-1"))
+        if holder is not None and self.shares.bodies.is_full(holder.name):
+            self._note("large bodies of a key over max_body_bytes_per_client %d", self.shares.bodies.most_each)
+            raise self.shares.no_room()
+
+    def leave(self, connection: Connection) -> None:
+        """Count a connection that has ended."""
+        self.strangers.pop(connection, None)
+        self.known -= connection.is_known
+
+    def _note(self, text: str, limit: int) -> None:
+        """Count a refusal; log one line per 10 s."""
+        self.refused += 1
+        if (now := time.monotonic()) - self.logged >= _LOG_EVERY_S:
+            logger.warning(f"{text} are refused: %d refusals so far", limit, self.refused)
+            self.logged = now
+
+    async def watch(self, connections: Iterable[Any]) -> None:
+        """Check the time limits of all connections every 0.25 s; run until cancelled.
+
+        Args:
+            connections: live view of the server's open connections.
+        """
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            for connection in list(connections):
+                connection.check_time(time.monotonic())
