@@ -1,5 +1,6 @@
 """HTTP through the gateway: headers, paths and bodies."""
 
+import asyncio
 import gzip
 import json
 
@@ -292,6 +293,12 @@ def test_a_slow_answer_is_the_replicas_and_says_where_it_went(caplog):
 
     async def case():
         a = Replica()
+
+        async def late(call):
+            await asyncio.sleep(0.3)  # far longer than the gateway's own part, on a busy machine too
+            await call.reply()
+
+        a.answer = late
         async with rig(a, server={"slow_request_s": 1e-9}) as made:
             body = json.dumps(ask(["Ana lives in Oslo.", "Bo."])).encode()
             for _ in range(2):
