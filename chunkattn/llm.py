@@ -184,9 +184,10 @@ class LLM:
     def _load(self, request: Any) -> None:
         """Load the adapter of a call, if the call brings one."""
         salt_for(request, None)
-        if request is not None and request.lora_path:
+        if request is not None and (place := self.frontend.find_adapter(request)):
             with self._lock:
-                self.core.load_adapter(request.lora_name, request.lora_path)
+                self.core.load_adapter(request.lora_name, place[1])
+            self.frontend.adapters[request.lora_name] = place
 
     # The cache
 
