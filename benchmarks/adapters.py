@@ -27,8 +27,8 @@ from chunkattn.engine.build import attention_spec, enable_compile_cache
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.engine.runner import Runner
-from chunkattn.models.adapter_slots import AdapterSlots
-from chunkattn.models.adapters import Adapter, Delta
+from chunkattn.models.adapter_slots import AdapterSlots, SlotShape
+from chunkattn.models.adapters import Adapter, Delta, layer_matrices
 from chunkattn.models.decoder import Decoder, random_decoder
 from chunkattn.models.shards import ONE_DEVICE
 from chunkattn.models.spec import DecoderSpec
@@ -41,18 +41,18 @@ PROMPT = 100
 def random_adapter(spec: DecoderSpec, rank: int, seed: int) -> Adapter:
     """Return an adapter of every matrix of the layers."""
     rng, deltas = np.random.default_rng(seed), {}
-    for name, shape in spec.parameters().items():
-        if len(shape) == 2 and ".layers." in name:
-            a, b = rng.standard_normal((rank, shape[1]), np.float32), rng.standard_normal((shape[0], rank), np.float32)
-            deltas[name, None] = Delta(a * shape[1] ** -0.5, b * 0.01, 1.0)
-    return Adapter(Path(f"adapter-{seed}"), f"{seed:032x}", deltas)
+    for name, shape in layer_matrices(spec).items():
+        a, b = rng.standard_normal((rank, shape[1]), np.float32), rng.standard_normal((shape[0], rank), np.float32)
+        deltas[name, None] = Delta(a * shape[1] ** -0.5, b * 0.01, 1.0)
+    return Adapter(Path(f"adapter-{seed}"), deltas)
 
 
 def make_core(model: Decoder, args: argparse.Namespace, adapters: int) -> EngineCore:
     """Return an engine over a model, with a number of adapters."""
     config, loaded = EngineConfig(dtype="bfloat16", max_num_seqs=args.rows, max_num_batched_tokens=512), None
     if adapters:
-        slots = AdapterSlots(model.spec, model.dtype, ONE_DEVICE, adapters, args.rank)
+        shape = SlotShape(adapters, args.rank, layer_matrices(model.spec))
+        slots = AdapterSlots(shape, model.dtype, ONE_DEVICE)
         listed = {f"a{seed}": random_adapter(model.spec, args.rank, seed) for seed in range(adapters)}
         loaded = LoadedAdapters(slots, model.spec, listed, is_open=False)
     backend = make_backend("auto", attention_spec(config, model.spec, model.dtype))

@@ -63,13 +63,13 @@ class EngineConfig:
         activations: integers that the rows become in products with packed weights: `"int16"`, or `"int8"`, which is faster for
             many rows and less exact.
         quantization: `"int8"` rounds the matrices of an unquantised checkpoint to packed blocks of 8 bits at the load, on CPUs.
-        adapter: folder or hub id of a LoRA adapter that PEFT saved; the load adds its products to the weights in float32,
-            and rounds the sums once. The matrices that it touches are not read as packed blocks.
-        lora_modules: adapters that requests choose by name, each `name=folder`, with a folder or hub id; servers take the name
-            as `model`.
+        adapter: folder or hub id of a LoRA adapter that PEFT saved; the load adds its products to the weights in float32 and
+            rounds once. Matrices that it touches are not packed.
+        lora_modules: adapters that requests choose by name, each `name=folder` or a hub id; servers take the name as `model`.
         enable_lora: let calls bring adapters of their own (`lora_request`). Every matrix then has room for factors.
-        max_loras: adapters that the engine holds at once with `enable_lora`, those of `lora_modules` included.
-        max_lora_rank: largest rank of an adapter that requests choose; smaller ones take as much memory and time.
+        max_loras: adapters that the engine holds at once with `enable_lora`, those of `lora_modules` included. Requests of more
+            take turns.
+        max_lora_rank: largest rank of adapters by request; smaller ones cost as much.
         attention_backend: name of a registered attention backend: `"cpu"`, `"pallas_gpu"`, `"pallas_tpu"`, `"xla"`,
             `"reference"` or another one; `"auto"` chooses by platform, and compares a kernel for GPUs or TPUs with `xla` first.
         max_logprobs: highest `logprobs` or `prompt_logprobs` that a request may ask for.

@@ -114,7 +114,7 @@ class LLM:
                 have none of their own. None shows all documents alike.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             lora_request: adapter of all prompts, or a list with one or None each. An adapter that `lora_modules` does not name
-                is loaded first, which needs `enable_lora`. Adapters share no cached blocks.
+                is loaded first, which needs `enable_lora`; more than `max_loras` take turns. Adapters share no cached blocks.
             priority: one priority for all prompts, or one each; lower goes first.
             use_tqdm: show a progress bar on calls of more than 8 prompts when stderr is a terminal.
 
@@ -184,9 +184,10 @@ class LLM:
     def _load(self, request: Any) -> None:
         """Load the adapter of a call, if the call brings one."""
         salt_for(request, None)
-        if request is not None and request.lora_path:
+        if request is not None and (place := self.frontend.find_adapter(request)):
             with self._lock:
-                self.core.load_adapter(request.lora_name, request.lora_path)
+                self.core.load_adapter(request.lora_name, place[1])
+            self.frontend.adapters[request.lora_name] = place
 
     # The cache
 

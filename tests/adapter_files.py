@@ -1,4 +1,4 @@
-"""LoRA adapters in PEFT's format with random factors, and the models of transformers that have them added: W + s B A."""
+"""LoRA adapters with random factors, saved by PEFT or in its format, and the models that have them."""
 
 import copy
 import json
@@ -37,6 +37,20 @@ def make_adapter(
         module.weight = torch.nn.Parameter(module.weight + factor * (b.float() @ a.float()), requires_grad=False)
         tensors |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
     save_adapter(folder, config, tensors)
+    return made
+
+
+def make_peft(folder: Path, model, *, seed=0, **fields):
+    """Have PEFT add an adapter to a copy of a model, save it, and return its model."""
+    import peft  # slow to import
+
+    torch.manual_seed(seed)
+    made = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(init_lora_weights=False, **fields))
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    made.eval().save_pretrained(folder)
     return made
 
 

@@ -11,6 +11,7 @@ from itertools import count
 from numbers import Integral
 from typing import Any
 
+from chunkattn.adapter_salt import LoRARequest
 from chunkattn.calibration import label_scales_of
 from chunkattn.calls.algorithms import check_algorithm
 from chunkattn.calls.decide_questions import AnswerLabels
@@ -21,8 +22,9 @@ from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.config import EngineConfig, SamplingParams
 from chunkattn.engine.limits import EngineLimits
-from chunkattn.errors import ConfigError, RequestError, shown
+from chunkattn.errors import ConfigError, ModelError, RequestError, shown
 from chunkattn.focus import FocusLike
+from chunkattn.models.adapters import adapter_folder
 from chunkattn.models.loader import ModelFiles
 from chunkattn.parsers import ParsedPrompt, PromptParser
 from chunkattn.parsers.arguments import chat_options, list_chats, one_each
@@ -54,11 +56,13 @@ class Frontend:
         decide_method: method of decisions by default; None for `auto` before the model has been asked.
         has_language_head: whether the logits of the vocabulary have a meaning; False for some decision models.
         sample: function that returns bytes which differ between most checkpoints of one shape.
+        adapters: place and folder of each adapter that calls have brought, by name.
         limits: limits of the engine; set by `connect`.
     """
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         self.config = config
+        self.adapters: dict[str, tuple[str, str]] = {}
         self.tokenizer, self.eos_token_ids, self.reranker = files.tokenizer, files.eos_token_ids, files.reranker
         self.sampling_defaults, self.gap = files.sampling, config.calibration.chunk_position_gap
         self.parser = self.make_parser()
@@ -184,6 +188,28 @@ class Frontend:
             except ConfigError as error:
                 raise RequestError(str(error), param="chat_template") from None
         return options
+
+    def find_adapter(self, request: LoRARequest) -> tuple[str, str] | None:
+        """Return place and local folder of the adapter that a call brings, or that an earlier one brought under its name.
+
+        The files of a hub id are downloaded unless the name and the place are known.
+
+        Args:
+            request: adapter of the call.
+
+        Returns:
+            The place and the folder; None for an adapter that no call has brought.
+
+        Raises:
+            RequestError: there is no such folder, and the hub has no such repository.
+        """
+        known, place = self.adapters.get(request.lora_name), str(request.lora_path or "")
+        if known is not None and place in ("", known[0]):
+            return known
+        try:
+            return (place, str(adapter_folder(place))) if place else None
+        except ModelError as error:
+            raise RequestError(str(error), param="lora_request") from None
 
     def connect(self, limits: EngineLimits) -> None:
         """Store the limits of an engine with an empty cache."""

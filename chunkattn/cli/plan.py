@@ -12,7 +12,8 @@ from chunkattn.terminal.flags import with_options
 
 _GIB = 1 << 30
 _ENGINE = (
-    "dtype weights quantization revision kv_cache_dtype block_size kv_cache_memory_bytes gpu_memory_utilization max_model_len"
+    "dtype weights quantization adapter lora_modules enable_lora max_loras max_lora_rank revision kv_cache_dtype block_size "
+    "kv_cache_memory_bytes gpu_memory_utilization max_model_len"
 )
 
 
@@ -33,16 +34,19 @@ def plan(
         **options: other fields of `EngineConfig`.
     """
     from chunkattn.engine import plan as plans
-    from chunkattn.models.loader import open_shape
+    from chunkattn.models.adapter_slots import SlotShape
+    from chunkattn.models.loader import open_adapters, open_shape
+    from chunkattn.models.shards import ONE_DEVICE
 
     config = make_config(model, {**options, "skip_tokenizer_init": True})
     spec, dtype, types = open_shape(config)
+    slots = SlotShape.of(config, spec, open_adapters(config, spec).values())
     longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     chips = dict(map(plans.chip_of, plans.USUAL if device is None else [device]))
     table = figures("device", "N", "weights", "of 1/N", "KV pool", "pages", "tokens", "prompts", texts=("device",))
     for name, chip in chips.items():
         for size in plans.sizes(spec) if tensor_parallel_size is None else [tensor_parallel_size]:
-            memory = plans.plan(config, spec, dtype, chip, size)
+            memory = plans.plan(config, spec, dtype, chip, size, slots)
             share = f"{memory.weight_bytes / memory.least_weight_bytes:.3f}"
             weights, pool = f"{memory.weight_bytes / _GIB:.2f}", f"{memory.num_pages * memory.page_bytes / _GIB:.2f}"
             fits = [pool, f"{memory.num_pages:,}", f"{memory.num_tokens:,}", f"{memory.num_tokens / longest:,.1f}"]
@@ -54,6 +58,11 @@ def plan(
     console.print("GiB on each of N devices. Weights and pool take the memory of JAX but 15%, at most 6 GiB, which steps have.")
     if packed := plans.packed_bytes(config, spec, dtype, types):
         console.print(f"A CPU packs the weights in {packed / _GIB:.2f} GiB; these devices dequantise them.")
+    if slots:
+        held = slots.num_values(ONE_DEVICE) * dtype.itemsize / _GIB
+        console.print(
+            f"Weights count {held:.2f} GiB of one device for {slots.count} adapters of rank {slots.rank}; a CPU adds it."
+        )
     if any(chip.is_gpu for chip in chips.values()):
         console.print(f"JAX takes {config.gpu_memory_utilization:.0%} of a GPU (`--gpu-memory-utilization`), and all of a TPU.")
     console.print(f"`of 1/N`: weights, divided by 1/N of all; `prompts`: prompts of {longest:,} tokens.")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from chunkattn.adapter_salt import folders_of, split
+from chunkattn.adapter_salt import split
 from chunkattn.config import EngineConfig
+from chunkattn.engine.request import Request
 from chunkattn.errors import CapacityError, ConfigError, ModelError, RequestError
-from chunkattn.models.adapter_slots import AdapterSlots
-from chunkattn.models.adapters import Adapter, adapter_folder, read_adapter
+from chunkattn.models.adapter_slots import AdapterSlots, SlotShape
+from chunkattn.models.adapters import Adapter, read_adapter
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.shards import Shards
 from chunkattn.models.spec import DecoderSpec
@@ -19,40 +20,54 @@ from chunkattn.models.spec import DecoderSpec
 logger = logging.getLogger(__name__)
 
 
+class LostAdapterError(Exception):
+    """Failure to load the adapter of a waiting request again."""
+
+    def __init__(self, request: Request, reason: str) -> None:
+        super().__init__(reason)
+        self.request = request
+
+
 class LoadedAdapters:
     """Adapters by name. A name stands for the same contents for the life of the engine.
+
+    A request has a slot while it runs. An idle adapter gives its slot to that of the next request, and is read from its folder
+    again for its own next request.
 
     Args:
         slots: slots of the adapters.
         spec: shape of the base model.
         adapters: adapters of `lora_modules` by name, which keep their slots.
         is_open: whether requests may bring adapters of their own, which take the other slots in turn.
+
+    Attributes:
+        slots: slots of the adapters.
+        slot_of: slot of each adapter that has one, by digest, the least recently used first.
     """
 
     def __init__(self, slots: AdapterSlots, spec: DecoderSpec, adapters: Mapping[str, Adapter], *, is_open: bool) -> None:
         self.slots, self._spec, self._is_open = slots, spec, is_open
-        self._known: dict[str, tuple[Path, str]] = {}  # folder and digest by name
-        self._slot_of: OrderedDict[str, int] = OrderedDict()  # by digest, the least recently used first
+        self.slot_of: OrderedDict[str, int] = OrderedDict()
+        self._digests: dict[str, str] = {}  # by name
+        self._folders: dict[str, Path] = {}  # by digest
         self._fixed: set[int] = set()
         for name, adapter in adapters.items():
-            if adapter.digest not in self._slot_of:
-                self._put(len(self._slot_of), adapter)
-            self._known[name] = adapter.path, adapter.digest
-            self._fixed.add(self._slot_of[adapter.digest])
+            if adapter.digest not in self.slot_of:
+                self._put(len(self.slot_of), adapter)
+            self._note(name, adapter)
+            self._fixed.add(self.slot_of[adapter.digest])
 
     @staticmethod
-    def read(config: EngineConfig, spec: DecoderSpec) -> dict[str, Adapter]:
+    def read(files: ModelFiles) -> dict[str, Adapter]:
         """Return the adapters of `lora_modules` by name.
 
         Args:
-            config: options of the engine.
-            spec: shape of the base model.
+            files: checkpoint of the base model, with the folders of the adapters.
 
         Raises:
-            ConfigError: an entry is malformed.
             ModelError: as `read_adapter`.
         """
-        return {name: read_adapter(adapter_folder(place), spec) for name, place in folders_of(config.lora_modules).items()}
+        return {name: read_adapter(folder, files.spec) for name, folder in files.adapters.items()}
 
     @staticmethod
     def of(config: EngineConfig, files: ModelFiles, shards: Shards, adapters: Mapping[str, Adapter]) -> LoadedAdapters | None:
@@ -63,82 +78,112 @@ class LoadedAdapters:
             files: checkpoint of the base model.
             shards: devices of the model.
             adapters: result of `read`.
-
-        Raises:
-            ConfigError: an adapter fits no slot.
         """
-        if not adapters and not config.enable_lora:
+        if (shape := SlotShape.of(config, files.spec, adapters.values())) is None:
             return None
-        count = max(len(adapters), config.max_loras if config.enable_lora else 0)
-        only = None if config.enable_lora else adapters.values()
-        slots = AdapterSlots(files.spec, files.dtype, shards, count, config.max_lora_rank, only)
-        return LoadedAdapters(slots, files.spec, adapters, is_open=config.enable_lora)
+        return LoadedAdapters(AdapterSlots(shape, files.dtype, shards), files.spec, adapters, is_open=config.enable_lora)
 
-    def find(self, salt_key: str | None, *, computes: bool = True) -> tuple[int, str] | None:
-        """Return the slot and the digest of the adapter that a request's salt names; None for the base model.
+    def digest(self, salt_key: str | None) -> str | None:
+        """Return the digest of the adapter that a request's salt names; None for the base model.
 
         Args:
             salt_key: salt of the request, see `chunkattn.adapter_salt`.
-            computes: whether the request computes; for a look-up, the slot of an adapter that has lost it is -1.
 
         Raises:
-            RequestError: the adapter is not loaded.
+            RequestError: the adapter has never been loaded.
         """
         name, _ = split(salt_key)
-        if name is None:
-            return None
-        _, digest = self._known.get(name, (None, ""))
-        if digest and not computes:
-            return self._slot_of.get(digest, -1), digest
-        if digest not in self._slot_of:
-            why = "is not loaded; name one of lora_modules, or load it"
-            if digest:
-                why = "gave its slot to another one; raise max_loras"
-            raise RequestError(f"the adapter {name!r} {why}", param="model")
-        self._slot_of.move_to_end(digest)
-        return self._slot_of[digest], digest
+        if name is not None and name not in self._digests:
+            raise RequestError(f"the adapter {name!r} is not loaded; name one of lora_modules, or load it", param="model")
+        return None if name is None else self._digests[name]
 
-    def load(self, name: str, place: str, in_use: Set[int | None]) -> None:
-        """Load an adapter that a request brings, unless it is loaded, in place of the least recently used idle one.
+    def load(self, name: str, folder: Path, holders: Iterable[Request]) -> None:
+        """Read an adapter that a request brings, unless its name is known, and put it into a slot if one is free or idle.
 
         Args:
             name: name of the adapter.
-            place: folder or hub id; empty for an adapter that is loaded.
-            in_use: slots of unfinished requests.
+            folder: local folder of the adapter.
+            holders: requests that keep their slots.
 
         Raises:
             RequestError: the name stands for another adapter, the adapter is unusable, or requests cannot bring adapters.
-            CapacityError: unfinished requests use all slots.
+            CapacityError: the adapters of `lora_modules` have all slots.
         """
-        folder, digest = self._known.get(name, (None, ""))
-        if digest in self._slot_of and (not place or adapter_folder(place) == folder):
+        digest = self._digests.get(name, "")
+        if self._folders.get(digest) == folder:
             return
         if not self._is_open:
             raise RequestError("an adapter by lora_path needs the option enable_lora", param="lora_request")
         try:
-            adapter = read_adapter(adapter_folder(place), self._spec)
-            self.slots.check(adapter)
+            adapter = read_adapter(folder, self._spec)
+            adapter.check_choosable(self._spec, self.slots.shape.rank)
         except (ModelError, ConfigError) as error:
             raise RequestError(str(error), param="lora_request") from None
         if digest not in ("", adapter.digest):
-            text = f"lora_name {name!r} stands for other contents, of {folder}; give this adapter a name of its own"
-            raise RequestError(text, param="lora_request")
-        if adapter.digest not in self._slot_of:
-            self._put(self._free(in_use), adapter)
-        self._known[name] = adapter.path, adapter.digest
+            text = f"stands for other contents, of {self._folders[digest]}; give this adapter a name of its own"
+            raise RequestError(f"lora_name {name!r} {text}", param="lora_request")
+        if len(self._fixed) == self.slots.count and adapter.digest not in self.slot_of:
+            text = f"the adapters of lora_modules have all {self.slots.count} slots; raise max_loras"
+            raise CapacityError(text, param="lora_request")
+        self._note(name, adapter)
+        if adapter.digest not in self.slot_of and (slot := self._idle(holders)) is not None:
+            self._put(slot, adapter)
 
-    def _free(self, in_use: Set[int | None]) -> int:
-        """Return a slot that is free, or becomes free."""
-        if free := set(range(self.slots.count)) - set(self._slot_of.values()):
+    def has_slot(self, request: Request) -> bool:
+        """Return whether the adapter of a request has a slot, or the request has no adapter."""
+        return request.adapter is None or request.adapter in self.slot_of
+
+    def has_room(self, request: Request, holders: Iterable[Request]) -> bool:
+        """Return whether the adapter of a request has a slot, or can get one.
+
+        Args:
+            request: request that waits.
+            holders: requests that keep their slots.
+        """
+        return self.has_slot(request) or self._idle(holders) is not None
+
+    def take(self, request: Request, holders: Iterable[Request]) -> bool:
+        """Give the adapter of a request a slot. Return False if the request has to wait.
+
+        Args:
+            request: request that waits.
+            holders: requests that keep their slots.
+
+        Raises:
+            LostAdapterError: the adapter cannot be read again, or its folder has other contents now.
+        """
+        if (digest := request.adapter) is None:
+            return True
+        if digest not in self.slot_of:
+            if (slot := self._idle(holders)) is None:
+                return False
+            self._put(slot, self._read_again(request, self._folders[digest]))
+        self.slot_of.move_to_end(digest)
+        return True
+
+    def _read_again(self, request: Request, folder: Path) -> Adapter:
+        try:
+            adapter = read_adapter(folder, self._spec)
+        except ModelError as error:
+            raise LostAdapterError(request, f"the adapter cannot be read again: {error}") from None
+        if adapter.digest != request.adapter:
+            text = f"the adapter in {folder} has changed since it was loaded; pass it under a new lora_name"
+            raise LostAdapterError(request, text)
+        return adapter
+
+    def _idle(self, holders: Iterable[Request]) -> int | None:
+        """Return a slot that is free, or that of the least recently used idle adapter; None if there is none."""
+        if free := set(range(self.slots.count)) - set(self.slot_of.values()):
             return min(free)
-        for digest, slot in self._slot_of.items():
-            if slot not in in_use and slot not in self._fixed:
-                del self._slot_of[digest]
-                return slot
-        raise CapacityError(f"all {self.slots.count} slots of adapters are in use; raise max_loras", param="lora_request")
+        used = self._fixed | {self.slot_of[r.adapter] for r in holders if r.adapter and r.adapter in self.slot_of}
+        return next((slot for slot in self.slot_of.values() if slot not in used), None)
+
+    def _note(self, name: str, adapter: Adapter) -> None:
+        self._digests[name], self._folders[adapter.digest] = adapter.digest, adapter.path
 
     def _put(self, slot: int, adapter: Adapter) -> None:
-        self.slots.check(adapter)
+        for digest in [digest for digest, own in self.slot_of.items() if own == slot]:
+            del self.slot_of[digest]
         self.slots.put(slot, adapter)
-        self._slot_of[adapter.digest] = slot
+        self.slot_of[adapter.digest] = slot
         logger.info("adapter %s: %d matrices in slot %d", adapter.path, len(adapter.deltas), slot)

@@ -78,7 +78,7 @@ def build_core(config: EngineConfig, files: ModelFiles, tell: Tell | None = None
         if not shards.least(backend.name != "xla"):  # a verdict of one host counts for all
             backend = make_backend("xla", spec, weighs=config.calibration.weighs)
     packing = Packing.of(config, files.dtype)
-    adapters = LoadedAdapters.read(config, files.spec)
+    adapters = LoadedAdapters.read(files)
     store = _open_store(config)
     decoder = files.load(shards, packing)
     if not shards.agree(zlib.crc32(repr(forms_of(decoder.weights)).encode()) >> 1):

@@ -6,13 +6,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from chunkattn.adapter_salt import split
 from chunkattn.config import EngineConfig
-from chunkattn.engine.adapters import LoadedAdapters
+from chunkattn.engine.adapters import LoadedAdapters, LostAdapterError
 from chunkattn.engine.ahead import Ahead
 from chunkattn.engine.compile_clock import COMPILING
 from chunkattn.engine.disk_tier import DiskTier
@@ -84,7 +85,7 @@ class EngineCore:
             windowed=runner.backend.spec.windowed,
             config=config,
         )
-        self.scheduler = Scheduler(self.limits)
+        self.scheduler = Scheduler(self.limits, adapters)
         self.isolation = Isolation(self.scheduler)
         self.builder = StepBuilder(
             runner.backends,
@@ -94,6 +95,7 @@ class EngineCore:
             block_size=self.limits.block_size,
             weighs=config.calibration.weighs,
             adapters=0 if runner.slots is None else runner.slots.count,
+            slot_of=None if adapters is None else adapters.slot_of,
         )
         self.warm_ups = WarmUp(runner, self.builder, self.meter, with_store=disk is not None, longest=config.warmup_tokens)
         self.requests: dict[str, Request] = {}
@@ -136,19 +138,18 @@ class EngineCore:
         if self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
             self.scheduler.add(request)
 
-    def _request(self, message: Message, arrival: int, *, computes: bool = True) -> Request:
-        """Return the request of a message, with its adapter, which needs a slot if the request computes."""
+    def _request(self, message: Message, arrival: int) -> Request:
+        """Return the request of a message, with its adapter."""
         if self.adapters is None and split(message.salt_key)[0] is not None:
             raise RequestError("this engine has no adapters; build it with lora_modules or enable_lora", param="model")
-        adapter = None if self.adapters is None else self.adapters.find(message.salt_key, computes=computes)
+        adapter = None if self.adapters is None else self.adapters.digest(message.salt_key)
         return Request(message, self.limits, arrival=arrival, adapter=adapter)
 
-    def load_adapter(self, name: str, place: str) -> None:
-        """Load an adapter that a request brings, unless it is loaded; see `LoadedAdapters.load`."""
+    def load_adapter(self, name: str, folder: str) -> None:
+        """Read an adapter that a request brings, unless its name is known; see `LoadedAdapters.load`."""
         if self.adapters is None:
             raise RequestError("this engine has no adapters; build it with enable_lora", param="lora_request")
-        in_use = {request.adapter for request in (*self.requests.values(), *self._pins.values())}
-        self.adapters.load(name, place, in_use)
+        self.adapters.load(name, Path(folder), self.scheduler.holders())
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages. Unknown ids are ignored, since the request may just have finished."""
@@ -209,7 +210,7 @@ class EngineCore:
         """
         if not checked:
             self.limits.check(message)
-        request = self._request(message, 0, computes=False)
+        request = self._request(message, 0)
         self.scheduler.placement.mark_cached(request, forget=forget)
         if forget and self.disk is not None:
             self.disk.forget(request)
@@ -410,13 +411,25 @@ class EngineCore:
 
     def _admit(self) -> None:
         """Place the waiting requests that fit, and fetch their parts from disk."""
-        while request := self.scheduler.admit():
+        while request := self._next_admitted():
             self._concerned.append(request)
             if request.admitted_at is None:
                 request.admitted_at = time.perf_counter()
                 self.metrics.queue_time.observe(request.admitted_at - request.added_at)
             if self.disk is not None:
                 self.disk.load(request)
+
+    def _next_admitted(self) -> Request | None:
+        """Place the next waiting request and return it; None if it has to wait. A request that has lost its adapter fails."""
+        while True:
+            try:
+                return self.scheduler.admit()
+            except LostAdapterError as error:
+                request = error.request
+                self._drop_pin(request)
+                self._end(request, "failed")
+                stats = request_stats(request)
+                self._outputs.append(RequestFailed(request.request_id, str(error), "lora_request", stats=stats))
 
     def _take_read(self, timeout: float = 0.0) -> None:
         """Queue the requests whose parts have been read from disk."""

@@ -15,6 +15,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.build import attention_spec, bytes_beside_steps, default_block_size
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.errors import ConfigError
+from chunkattn.models.adapter_slots import SlotShape
 from chunkattn.models.packing import Packing, plan_packing
 from chunkattn.models.shards import ONE_DEVICE, Shards, indivisible
 from chunkattn.models.spec import DecoderSpec
@@ -82,7 +83,7 @@ class Plan:
 
     Attributes:
         size: number of devices.
-        weight_bytes: bytes of the weights on each device.
+        weight_bytes: bytes of the weights on each device, and of the slots of adapters.
         least_weight_bytes: bytes of all weights, divided by the number of devices. Norms, and KV heads that devices share, are
             on several devices.
         free_bytes: bytes that the engine leaves to the KV pool on each device; negative if the weights do not fit.
@@ -108,7 +109,9 @@ class Plan:
         return self.num_pages * self.block_size
 
 
-def plan(config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, chip: Chip, size: int) -> Plan:
+def plan(
+    config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, chip: Chip, size: int, slots: SlotShape | None = None
+) -> Plan:
     """Return the memory of a model on devices that may be absent, as an engine takes it without `kv_cache_memory_bytes`.
 
     Args:
@@ -118,6 +121,7 @@ def plan(config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, chip: Chip, 
         dtype: dtype of the weights.
         chip: kind of the devices.
         size: number of devices.
+        slots: slots of adapters by request; None for none.
 
     Raises:
         ConfigError: the model cannot be divided over that many devices.
@@ -125,7 +129,8 @@ def plan(config: EngineConfig, spec: DecoderSpec, dtype: jnp.dtype, chip: Chip, 
     shards = Shards.absent(size, spec)
     attention = attention_spec(replace(config, block_size=config.block_size or chip.block_size), spec, dtype, shards)
     shapes = spec.parameters()
-    weights = sum(math.prod(shards.held(name, shape)) for name, shape in shapes.items()) * dtype.itemsize
+    values = sum(math.prod(shards.held(name, shape)) for name, shape in shapes.items())
+    weights = (values + (slots.num_values(shards) if slots else 0)) * dtype.itemsize
     free = bytes_beside_steps(chip.jax_bytes(config)) - weights
     return Plan(
         size=size,

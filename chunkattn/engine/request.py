@@ -26,7 +26,7 @@ class Request:
         limits: limits of the engine.
         arrival: number of the request in order of arrival; seeds its random numbers if it has no seed. 0 for a request that
             does not run.
-        adapter: slot of the request's adapter and the digest of its contents; None for the base model.
+        adapter: digest of the request's adapter; None for the base model.
 
     Attributes:
         request_id: id, unique among the engine's requests.
@@ -41,7 +41,7 @@ class Request:
         total_pages: pages of all samples at their longest, when the cache is empty.
         shares: whether the request reads and feeds the cache.
         salt_key: only requests of equal keys share blocks. The key of a request with an adapter begins with its digest.
-        adapter: slot of the adapter; None for the base model.
+        adapter: digest of the adapter; None for the base model.
         seed: 64-bit seed of the request's random numbers.
         sampling: parameters of a generation request, else None.
         score: message of a scoring request, else None.
@@ -66,13 +66,12 @@ class Request:
         values: values read so far, by row; None once the output with all of them has been made.
     """
 
-    def __init__(self, message: Message, limits: EngineLimits, *, arrival: int, adapter: tuple[int, str] | None = None) -> None:
+    def __init__(self, message: Message, limits: EngineLimits, *, arrival: int, adapter: str | None = None) -> None:
         layout, config = message.layout, limits.config
         self.request_id, self.salt_key = message.request_id, message.salt_key
-        self.adapter: int | None = None
+        self.adapter = adapter
         if adapter is not None:
-            self.adapter, digest = adapter
-            self.salt_key = f"{digest}:{split(message.salt_key)[1] or ''}"
+            self.salt_key = f"{adapter}:{split(message.salt_key)[1] or ''}"
         self.arrival, self.priority = arrival, message.priority
         self.user_index, self.chunk_order = np.arange(len(layout)), [*range(layout.num_chunks)]
         # Scored items keep their order, so that the content of one item cannot move another.

@@ -4,9 +4,9 @@ Running decodes come first, one token each. Prefill spans of any size then fill 
 to the first request in order of priority and arrival, so that every request gets its turn. The other half goes to the
 samples with the fewest tokens left, so that short prompts do not wait for long prompts.
 
-A request is admitted when the pages of its prompt are available. Pages for its generated tokens are taken one by one. When
-no page is left, the scheduler preempts the last request in order, which is recomputed later. Its computed blocks stay cached
-while there is room.
+A request is admitted when its adapter has a slot and the pages of its prompt are available. Pages for its generated tokens are
+taken one by one. When no page is left, the scheduler preempts the last request in order, which is recomputed later. Its
+computed blocks stay cached while there is room.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
+from typing import TYPE_CHECKING
 
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
 from chunkattn.engine.step import Span
+
+if TYPE_CHECKING:
+    from chunkattn.engine.adapters import LoadedAdapters
 
 _LEAST_ROWS = 128
 """Minimum rows of a step that computes prompts beside decodes: fewer save little time, as all weights are read anyway."""
@@ -36,6 +41,7 @@ class Scheduler:
 
     Args:
         limits: limits of the engine.
+        adapters: adapters that requests may name; None for none.
 
     Attributes:
         sizes: sizes of the steps.
@@ -49,8 +55,8 @@ class Scheduler:
         changes: number of times that a request or a sample entered a queue, left it or was placed.
     """
 
-    def __init__(self, limits: EngineLimits) -> None:
-        self._config, self.sizes = limits.config, limits.steps
+    def __init__(self, limits: EngineLimits, adapters: LoadedAdapters | None = None) -> None:
+        self._config, self.sizes, self._adapters = limits.config, limits.steps, adapters
         self.trie, self.block_size = BlockTrie(limits.num_pages), limits.block_size
         self.placement = Placement(self.trie, self.block_size)
         self.max_spans = limits.config.max_num_seqs + EXTRA_SPANS
@@ -66,12 +72,20 @@ class Scheduler:
         self._grown: list[Sample] = []  # samples that got a page for the step planned ahead
         self._uncached_before = False  # `_uncached_next` before that step was planned
         self._uncached_next = False  # the requests without pages take turns with the others
-        self._refused: tuple[Request, tuple[int, int]] | None = None  # request that could not be placed, and the room then
+        self._refused: tuple[Request, tuple[int, int, int]] | None = None  # request that could not be placed, and the room then
 
     @property
     def num_samples(self) -> int:
         """Return the number of running samples, including samples that running requests will fork."""
         return sum(r.num_samples if r.forks else len(r.samples) for r in self.running)
+
+    def holders(self, priority: float = inf) -> list[Request]:
+        """Return the requests whose adapters keep their slots: those that run, and the next one without pages.
+
+        Args:
+            priority: the worst priority of the running ones.
+        """
+        return [*(r for r in self.running if r.priority <= priority), *self._next_uncached]
 
     # Requests
 
@@ -85,7 +99,12 @@ class Scheduler:
 
         Returns:
             The request, or None if it has to wait.
+
+        Raises:
+            LostAdapterError: the adapter of the next request cannot be loaded again.
         """
+        if self._adapters is not None and not all(self._adapters.take(r, self.holders()) for r in self._next_uncached):
+            return None
         while (request := self._next) and not self._still_refused(request):
             if self._place(request):
                 self.changes += 1
@@ -93,7 +112,7 @@ class Scheduler:
                 insort(self.running, request, key=lambda r: r.order)
                 return request
             if not self._make_room(request):
-                self._refused = (request, self._room)
+                self._refused = (request, self._room(request))
                 break
         return None
 
@@ -105,20 +124,30 @@ class Scheduler:
         return self.waiting[0] if self.waiting else None
 
     @property
-    def _room(self) -> tuple[int, int]:
-        """Return the available pages, less one for every sample that may grow, and the available samples."""
+    def _next_uncached(self) -> list[Request]:
+        """Return the next request without pages, if there is one and all may run."""
+        return self.uncached[:1] if self.alone is None else []
+
+    def _slot_is_free(self, request: Request, priority: float = inf) -> bool:
+        return self._adapters is None or self._adapters.has_room(request, self.holders(priority))
+
+    def _room(self, request: Request) -> tuple[int, int, int]:
+        """Return the available pages, less one for every sample that may grow, the available samples, and slots: 1 or 0."""
         growing = sum(len(r.samples) for r in self.running if r.sampling)
-        return self.trie.num_available - growing, self._config.max_num_seqs - self.num_samples
+        pages, samples = self.trie.num_available - growing, self._config.max_num_seqs - self.num_samples
+        return pages, samples, int(self._slot_is_free(request))
 
     def _still_refused(self, request: Request) -> bool:
         """Return whether the request was refused before and the room has not grown: walking its blocks again is slow."""
         if not self.running or self._refused is None or self._refused[0] is not request:
             return False
-        return all(now <= then for now, then in zip(self._room, self._refused[1], strict=True))
+        return all(now <= then for now, then in zip(self._room(request), self._refused[1], strict=True))
 
     def _place(self, request: Request) -> bool:
-        pages, samples = self._room
-        return request.num_samples <= samples and self.placement.place(request, headroom=self.trie.num_available - pages)
+        pages, samples, _ = self._room(request)
+        if request.num_samples > samples or (self._adapters is not None and not self._adapters.take(request, self.holders())):
+            return False
+        return self.placement.place(request, headroom=self.trie.num_available - pages)
 
     def _make_room(self, request: Request) -> bool:
         """Preempt the last running request for a request of better priority. Return whether a request was preempted.
@@ -127,8 +156,10 @@ class Scheduler:
         """
         worse = [r for r in self.running if r.priority > request.priority]
         held = {block for r in worse for s in r.samples for block in s.held if block.page >= 0}
-        pages, samples = self._room
-        if not worse or request.num_samples > samples + sum(r.num_samples for r in worse):
+        pages, samples, _ = self._room(request)
+        if not worse or not self._slot_is_free(request, request.priority):
+            return False
+        if request.num_samples > samples + sum(r.num_samples for r in worse):
             return False
         if self.placement.missing(request) > pages + len(held) + len(worse):
             return False
@@ -138,7 +169,8 @@ class Scheduler:
     @property
     def stuck(self) -> Request | None:
         """Return the first waiting request if nothing runs and it cannot be placed, because pinned pages leave too few."""
-        return None if self.running else self._next
+        waits = self._adapters is not None and self._next_uncached  # which may have the last slot
+        return None if self.running or waits else self._next
 
     def preempt(self, request: Request) -> None:
         """Return a running request to the queue for lack of pages."""
@@ -198,7 +230,11 @@ class Scheduler:
             beside_decodes: returns the row limit of a step with decodes and prompts; called only for such a step.
         """
         self._fills, self._span_of = [], {}
-        whole = [Span(r.samples[0], 0, len(r.layout)) for r in self.uncached[:1] if self.alone is None]
+        whole = [
+            Span(r.samples[0], 0, len(r.layout))
+            for r in self._next_uncached
+            if self._adapters is None or self._adapters.has_slot(r)
+        ]
         spans = [] if whole and self._uncached_next else self._plan_paged(beside_decodes)
         self._uncached_next = bool(spans)
         spans = spans or whole

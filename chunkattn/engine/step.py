@@ -119,6 +119,10 @@ class Step:
 class StepBuilder:
     """Builder of steps whose array sizes come from two small lists of buckets.
 
+    Args:
+        adapters: number of slots of adapters.
+        slot_of: slot of each adapter by digest; it may change between steps.
+
     Attributes:
         backends: attention backends by the name that a request gives; None names the engine's.
         token_buckets: sizes `T` of the flat token arrays.
@@ -135,8 +139,9 @@ class StepBuilder:
         block_size: int,
         weighs: bool = False,
         adapters: int = 0,
+        slot_of: Mapping[str, int] | None = None,
     ) -> None:
-        self.backends, self._adapters = backends, adapters
+        self.backends, self._adapters, self._slot_of = backends, adapters, {} if slot_of is None else slot_of
         self.max_spans = max_spans
         self.block_size = block_size
         self.weighs, self.windowed = weighs, backends[None].spec.windowed
@@ -208,7 +213,7 @@ class StepBuilder:
                 rows = sample.rows(start, end)
                 positions[first:last], attention.row_slot[first:last], attention.row_start[first:last] = rows
             if slots is not None and request.adapter is not None:
-                slots[first:last] = request.adapter
+                slots[first:last] = self._slot_of[request.adapter]
             attention.block_tables[index, : sample.num_pages] = sample.pages[: sample.num_pages]
             attention.prefix_end[index] = plan.prefix_end
             if attention.weighing is not None and request.weighing is not None:

@@ -9,7 +9,9 @@ Axes: `T` rows, `S` slots.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,11 +22,11 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from chunkattn.backends.cpu import groups as native
-from chunkattn.errors import ConfigError
-from chunkattn.models.adapters import Adapter
+from chunkattn.config import EngineConfig
+from chunkattn.models.adapters import Adapter, layer_matrices
 from chunkattn.models.experts import multiply_groups
 from chunkattn.models.shards import Shards, divided
-from chunkattn.models.spec import EXPERTS, ROUTERS, DecoderSpec
+from chunkattn.models.spec import DecoderSpec
 
 Stacks = dict[str, tuple[Any, Any]]
 """Two arrays for each module, the factors of its inputs and of its outputs."""
@@ -32,57 +34,78 @@ _DEPTH, _HALF = 32, 16
 """Multiple of which the products' depths are, `chunkattn.backends.cpu.linear.IN_STEP`; or its half."""
 
 
+@dataclass(frozen=True)
+class SlotShape:
+    """Shape of the stacked factors.
+
+    Attributes:
+        count: number of slots.
+        rank: largest rank.
+        matrices: shape of each matrix that has factors, by the name of the parameter.
+    """
+
+    count: int
+    rank: int
+    matrices: Mapping[str, tuple[int, int]]
+
+    @staticmethod
+    def of(config: EngineConfig, spec: DecoderSpec, adapters: Iterable[Adapter]) -> SlotShape | None:
+        """Return the shape for an engine; None for an engine without adapters by request.
+
+        Args:
+            config: options of the engine.
+            spec: shape of the decoder.
+            adapters: adapters of `lora_modules`. Without `enable_lora`, their matrices alone have factors.
+        """
+        listed, matrices = list(adapters), layer_matrices(spec)
+        if not listed and not config.enable_lora:
+            return None
+        if not config.enable_lora:
+            used = set[str]().union(*(adapter.touched for adapter in listed))
+            matrices = {name: shape for name, shape in matrices.items() if name in used}
+        count = max(len(listed), config.max_loras if config.enable_lora else 0)
+        return SlotShape(count, config.max_lora_rank, matrices)
+
+    @property
+    def depth(self) -> int:
+        """Return the number of columns of the factors of outputs."""
+        return _HALF if self.rank <= _HALF else -(-self.rank // _DEPTH) * _DEPTH
+
+    def factors(self, outputs: int, inputs: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Return the shapes of the stacked factors of a matrix."""
+        return (self.count, self.rank, inputs), (self.count, outputs, self.depth)
+
+    def num_values(self, shards: Shards) -> int:
+        """Return the number of values that each device holds."""
+        held = (shards.held(name, shape) for name, shape in self.matrices.items())
+        return sum(math.prod(factor) for outputs, inputs in held for factor in self.factors(outputs, inputs))
+
+
 class AdapterSlots:
     """Adapters of an engine on the devices of its model.
 
     Args:
-        spec: shape of the decoder.
+        shape: shape of the factors.
         dtype: dtype of the factors.
         shards: devices of the model.
-        count: number of slots.
-        max_rank: largest rank.
-        only: adapters whose matrices alone have factors; None for factors of all matrices.
 
     Attributes:
+        shape: shape of the factors.
         count: number of slots, which is the slot of rows without an adapter.
         arrays: the stacked factors by module.
         partitions: partition of each array.
     """
 
-    def __init__(
-        self, spec: DecoderSpec, dtype: Any, shards: Shards, count: int, max_rank: int, only: Iterable[Adapter] | None = None
-    ) -> None:
-        self.count, self.max_rank, self._dtype = count, max_rank, dtype
-        self._depth = _HALF if max_rank <= _HALF else -(-max_rank // _DEPTH) * _DEPTH
-        used = None if only is None else {name for adapter in only for name, _ in adapter.deltas}
-        shapes = {name: shape for name, shape in spec.parameters().items() if _is_adaptable(name, shape)}
-        self._shapes = {name: shape for name, shape in shapes.items() if used is None or name in used}
+    def __init__(self, shape: SlotShape, dtype: Any, shards: Shards) -> None:
+        self.shape, self.count, self._dtype = shape, shape.count, dtype
         self.arrays: Stacks = {}
         self.partitions: Stacks = {}
-        for name, (outputs, inputs) in self._shapes.items():
+        for name, matrix in shape.matrices.items():
             out, inward = (*shards.partition(name), None, None)[:2]
             of = divided(None, None, inward), divided(None, out)
             self.partitions[_module(name)] = of
-            sizes = (count, max_rank, inputs), (count, outputs, self._depth)
-            self.arrays[_module(name)] = _zeros(sizes[0], dtype, shards, of[0]), _zeros(sizes[1], dtype, shards, of[1])
-
-    def check(self, adapter: Adapter) -> None:
-        """Check that an adapter can be in a slot.
-
-        Args:
-            adapter: the adapter.
-
-        Raises:
-            ConfigError: its rank is too large, or it has more than products of the layers' matrices.
-        """
-        if adapter.rank > self.max_rank:
-            raise ConfigError(f"adapter {adapter.path}: rank {adapter.rank} exceeds max_lora_rank {self.max_rank}; raise it")
-        others = [name for name, _ in adapter.deltas if name not in self._shapes]
-        if adapter.heads or others:
-            what = next(iter([*adapter.heads, *others]))
-            raise ConfigError(
-                f"adapter {adapter.path} changes {what!r}, which no request can choose; merge it at the load (adapter=)"
-            )
+            a, b = shape.factors(*matrix)
+            self.arrays[_module(name)] = _zeros(a, dtype, shards, of[0]), _zeros(b, dtype, shards, of[1])
 
     def put(self, slot: int, adapter: Adapter) -> None:
         """Write the factors of a checked adapter to a slot.
@@ -91,8 +114,8 @@ class AdapterSlots:
             slot: number of the slot.
             adapter: the adapter.
         """
-        for name, (outputs, inputs) in self._shapes.items():
-            a, b = np.zeros((self.max_rank, inputs), self._dtype), np.zeros((outputs, self._depth), self._dtype)
+        for name, matrix in self.shape.matrices.items():
+            a, b = (np.zeros(factor[1:], self._dtype) for factor in self.shape.factors(*matrix))
             if (delta := adapter.deltas.get((name, None))) is not None:
                 rank = len(delta.a)
                 a[:rank] = delta.a
@@ -166,11 +189,6 @@ class RowAdapters(NamedTuple):
 
 def _now(*args: jax.Array, default: Callable[..., list[jax.Array]]) -> list[jax.Array]:
     return default(*args)
-
-
-def _is_adaptable(name: str, shape: tuple[int, ...]) -> bool:
-    """Return whether a parameter is a matrix of a layer that multiplies all rows."""
-    return len(shape) == 2 and ".layers." in name and not name.endswith(ROUTERS) and f".{EXPERTS}." not in name
 
 
 def _module(parameter: str) -> str:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from hashlib import blake2b
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from chunkattn.errors import ModelError
+from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import cause_of, is_present, read_object
 from chunkattn.models.foreign_files import explain_name
 from chunkattn.models.locate import download
@@ -86,13 +87,11 @@ class Adapter:
 
     Attributes:
         path: folder of the adapter.
-        digest: 32 hexadecimal digits that identify the contents.
         deltas: product for each matrix, by the name of the decoder's parameter and, for stacked matrices, by expert.
         heads: heads in place of the base model's, by the name of the parameter.
     """
 
     path: Path
-    digest: str
     deltas: Mapping[tuple[str, int | None], Delta]
     heads: Mapping[str, np.ndarray] = field(default_factory=dict)
 
@@ -100,6 +99,37 @@ class Adapter:
     def rank(self) -> int:
         """Return the largest rank."""
         return max((len(delta.a) for delta in self.deltas.values()), default=0)
+
+    @cached_property
+    def digest(self) -> str:
+        """Return 32 hexadecimal digits that identify the products."""
+        digest = blake2b(digest_size=16)
+        for key, delta in sorted(self.deltas.items(), key=repr):
+            digest.update(f"{key} {delta.scale!r} {delta.a.dtype} {delta.a.shape} {delta.b.dtype} {delta.b.shape}".encode())
+            digest.update(delta.a.tobytes())
+            digest.update(delta.b.tobytes())
+        return digest.hexdigest()
+
+    @property
+    def touched(self) -> set[str]:
+        """Return the names of the parameters that the adapter changes."""
+        return {name for name, _ in self.deltas} | self.heads.keys()
+
+    def check_choosable(self, spec: DecoderSpec, max_rank: int) -> None:
+        """Check that requests can choose the adapter.
+
+        Args:
+            spec: shape of the base model.
+            max_rank: largest rank.
+
+        Raises:
+            ConfigError: its rank is too large, or it has more than products of the layers' matrices.
+        """
+        if self.rank > max_rank:
+            raise ConfigError(f"adapter {self.path}: rank {self.rank} exceeds max_lora_rank {max_rank}; raise it")
+        if others := self.touched - layer_matrices(spec).keys():
+            text = f"changes {min(others)!r}, which no request can choose; merge it at the load (adapter=)"
+            raise ConfigError(f"adapter {self.path} {text}")
 
 
 @dataclass(frozen=True)
@@ -120,7 +150,7 @@ def adapter_folder(place: str | PathLike[str]) -> Path:
     Raises:
         ModelError: there is no such folder, and the hub has no such repository.
     """
-    local = Path(place).expanduser()
+    local = Path(place).expanduser().absolute()
     if is_present(local):
         return local
     if reason := explain_name(str(place)):
@@ -128,12 +158,19 @@ def adapter_folder(place: str | PathLike[str]) -> Path:
     return download(str(place), (CONFIG_FILE, WEIGHTS_FILE))
 
 
-def read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
+def layer_matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
+    """Return the shapes of the matrices of layers that multiply all rows, which an adapter by request may change."""
+    shapes = {name: shape for name, shape in spec.parameters().items() if len(shape) == 2 and ".layers." in name}
+    return {n: (s[0], s[1]) for n, s in shapes.items() if not n.endswith(ROUTERS) and f".{EXPERTS}." not in n}
+
+
+def read_adapter(folder: Path, spec: DecoderSpec, *, values: bool = True) -> Adapter:
     """Return the adapter in a folder.
 
     Args:
         folder: local folder of the adapter.
         spec: shape of the base model.
+        values: whether values are read and checked; otherwise the adapter has zeros, which take no memory.
 
     Raises:
         ModelError: a file is missing or unreadable, the adapter is of an unsupported kind, or a tensor is missing, unknown, of
@@ -145,17 +182,12 @@ def read_adapter(folder: Path, spec: DecoderSpec) -> Adapter:
         pickled = (folder / "adapter_model.bin").exists()
         why = "; adapter_model.bin is a pickle, which is not read: load it with PEFT and save it again" if pickled else ""
         raise ModelError(f"{folder}: no {WEIGHTS_FILE}{why}")
-    digest = blake2b((folder / CONFIG_FILE).read_bytes(), digest_size=16)
     with ExitStack() as stack:
         try:
             handle = stack.enter_context(safe_open(file, framework="np"))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{file}: not a readable safetensors file ({cause_of(file, error)}); get it again") from error
-        deltas, heads = _Reader(file, handle, config, spec).read()
-    with file.open("rb") as opened:
-        while piece := opened.read(1 << 20):
-            digest.update(piece)
-    return Adapter(folder, digest.hexdigest(), deltas, heads)
+        return Adapter(folder, *_Reader(file, handle, config, spec, values=values).read())
 
 
 @dataclass(frozen=True)
@@ -286,10 +318,11 @@ class _Reader:
         handle: the opened file.
         config: configuration of the adapter.
         spec: shape of the base model.
+        values: see `read_adapter`.
     """
 
-    def __init__(self, file: Path, handle: Any, config: _Config, spec: DecoderSpec) -> None:
-        self._file, self._handle, self._config, self._spec = file, handle, config, spec
+    def __init__(self, file: Path, handle: Any, config: _Config, spec: DecoderSpec, *, values: bool) -> None:
+        self._file, self._handle, self._config, self._spec, self._values = file, handle, config, spec, values
         self._shapes = spec.parameters()
         self._places: dict[str, list[_Place]] = {}
         head = HEAD if spec.num_labels is None else CLASSES
@@ -380,6 +413,8 @@ class _Reader:
             raise self._wrong(f"tensor {name!r} is {kind}; supported are {', '.join(_DTYPES)}")
         if (shape := tuple(stored.get_shape())) != expected:
             raise self._wrong(f"tensor {name!r} has shape {list(shape)}, base model and {CONFIG_FILE} say {list(expected)}")
+        if not self._values:
+            return np.broadcast_to(np.float32(0), expected)
         values: np.ndarray = self._handle.get_tensor(name)
         if not np.isfinite(np.asarray(values, np.float32)).all():
             raise self._wrong(f"tensor {name!r} holds NaN or infinite values; the file is damaged, get it again")

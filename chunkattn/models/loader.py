@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 import xxhash
 
+from chunkattn.adapter_salt import folders_of
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
-from chunkattn.models.adapters import CONFIG_FILE, WEIGHTS_FILE, adapter_folder, read_adapter
+from chunkattn.models.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, adapter_folder, read_adapter
 from chunkattn.models.decision_files import DecisionModel, read_decision
 from chunkattn.models.families import FAMILIES, NESTED, language_part, spec_from_config, unsupported
 from chunkattn.models.foreign_files import explain_folder
@@ -64,6 +65,7 @@ class ModelFiles:
         decision: head and prompt of a decision model; None for another model.
         has_language_head: whether the logits of the vocabulary have a meaning.
         adapter: folder of an adapter that is merged into the weights; None for none.
+        adapters: folders of the adapters of `lora_modules`, by name.
     """
 
     path: Path
@@ -77,6 +79,7 @@ class ModelFiles:
     decision: DecisionModel | None = None
     has_language_head: bool = True
     adapter: Path | None = None
+    adapters: Mapping[str, Path] = field(default_factory=dict)
 
     def load(self, shards: Shards = ONE_DEVICE, packing: Packing | None = None) -> Decoder:
         """Return the decoder with its weights.
@@ -98,15 +101,14 @@ class ModelFiles:
         """Return 16 bytes that differ between most checkpoints of one shape: a hash of pieces of the weights' files."""
         quantization = None if self.path.is_file() else quantization_of(self.path)  # says what the files' numbers stand for
         digest = xxhash.xxh3_128(b"" if quantization is None else repr(quantization).encode())
-        for file in [self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors")):
+        merged = [] if self.adapter is None else [self.adapter / CONFIG_FILE, self.adapter / WEIGHTS_FILE]
+        for file in [*([self.path] if self.path.is_file() else sorted(self.path.glob("*.safetensors"))), *merged]:
             size = file.stat().st_size
             digest.update(f"{size}".encode())
             with file.open("rb") as opened:
                 for number in range(_PIECES):
                     opened.seek(size * number // _PIECES)
                     digest.update(opened.read(_PIECE_BYTES))
-        if self.adapter is not None:
-            digest.update(read_adapter(self.adapter, self.spec).digest.encode())
         return digest.digest()
 
 
@@ -150,7 +152,8 @@ def open_files(options: EngineConfig) -> ModelFiles:
             raise ConfigError(f"{place} has an adapter of its own, {decision.adapter.name}; adapter= cannot name another one")
         adapter = decision.adapter
     if adapter is not None:
-        read_adapter(adapter, spec)  # its errors show before the weights are loaded
+        read_adapter(adapter, spec, values=False)  # its errors show before the weights are loaded
+    adapters = open_adapters(options, spec)
     has_head = decision is None or decision.head is None or spec.tie_embeddings or _has_head(path)
     if not has_head:
         spec = replace(spec, tie_embeddings=True)  # nobody reads the logits
@@ -166,7 +169,26 @@ def open_files(options: EngineConfig) -> ModelFiles:
         decision=decision,
         has_language_head=has_head,
         adapter=adapter,
+        adapters={name: own.path for name, own in adapters.items()},
     )
+
+
+def open_adapters(options: EngineConfig, spec: DecoderSpec) -> dict[str, Adapter]:
+    """Return the adapters of `lora_modules` by name, checked and without their values. Those of hub ids are downloaded.
+
+    Args:
+        options: options of the engine.
+        spec: shape of the base model.
+
+    Raises:
+        ConfigError: requests cannot choose an adapter.
+        ModelError: as `read_adapter`.
+    """
+    places = folders_of(options.lora_modules)
+    adapters = {name: read_adapter(adapter_folder(place), spec, values=False) for name, place in places.items()}
+    for adapter in adapters.values():
+        adapter.check_choosable(spec, options.max_lora_rank)
+    return adapters
 
 
 def _base_of(place: Path, options: EngineConfig) -> tuple[Path, Path | None]:
@@ -209,18 +231,24 @@ def open_shape(options: EngineConfig) -> tuple[DecoderSpec, jnp.dtype, dict[str,
     The third value is the type of each parameter by its name, if the model is a GGUF file or a quantised local folder.
 
     Args:
-        options: options of the engine: `model`, `revision` and `dtype` count.
+        options: options of the engine: `model`, `revision`, `adapter` and `dtype` count.
 
     Raises:
         ModelError: the configuration cannot be found or read, or is not supported.
     """
     place = resolve_path(options.model, options.revision, files=["config.json"])
-    path = _base_of(place, options)[0]
+    path, adapter = _base_of(place, options)
     file, config, spec = _configuration(path, options.max_model_len)
     if file is None:
-        return spec, _dtype(config, options), _quantised_types(path, spec)
-    tensors = split_tensors(GGUFTensors(file, spec), spec)
-    return spec, _dtype(config, options), {name: tensors.stored_type(name) for name in tensors.names()}
+        types = _quantised_types(path, spec)
+    else:
+        tensors = split_tensors(GGUFTensors(file, spec), spec)
+        types = {name: tensors.stored_type(name) for name in tensors.names()}
+    if adapter is not None:
+        touched = read_adapter(adapter, spec, values=False).touched
+        spec = replace(spec, tie_embeddings=spec.tie_embeddings and HEAD not in touched)
+        types |= dict.fromkeys(touched, "F32") if types else {}  # sums are no blocks
+    return spec, _dtype(config, options), types
 
 
 def _quantised_types(folder: Path, spec: DecoderSpec) -> dict[str, str]:

@@ -35,7 +35,7 @@ class MergedTensors:
     def __init__(self, source: Source | SplitTensors | StackedExperts, adapter: Adapter) -> None:
         self.path: Path = source.path
         self.needs_all, self.base, self._adapter = source.needs_all, source, adapter
-        self._touched = {name for name, _ in adapter.deltas} | adapter.heads.keys()
+        self._touched = adapter.touched
         names = [name for name in self._touched if name in source.names()]
         packed = sum(source.stored_type(name) in FORMATS for name in names)
         logger.info("adapter %s: merged into %d matrices%s", adapter.path, len(self._touched), _of_blocks(packed))

@@ -250,8 +250,9 @@ class AsyncRunner:
     async def _load(self, request: Any) -> None:
         """Load the adapter of a call, if the call brings one."""
         salt_for(request, None)
-        if request is not None and request.lora_path:
-            await self.client.load_adapter(request.lora_name, request.lora_path)
+        if request is not None and (place := await asyncio.to_thread(self.frontend.find_adapter, request)):
+            await self.client.load_adapter(request.lora_name, place[1])
+            self.frontend.adapters[request.lora_name] = place
 
     async def _answer(self, call: InflightRequests, question: Ask | LookUp) -> Sequence[Any]:
         """Return the engine's answer to a question; nothing if the call is aborted."""

@@ -42,6 +42,7 @@ class EngineClient(Supervisor):
         self._owners: dict[str, InflightRequests] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
         self._query_ids = count()
+        self._adapters: dict[str, str] = {}  # folders of the adapters that calls have brought to this engine, by name
         self._snapshot, self._snapshot_at = "", 0.0
         self._reading: asyncio.Task[None] | None = None
 
@@ -168,19 +169,22 @@ class EngineClient(Supervisor):
         """
         return await self._query(lambda number: wire.CacheQuery(number, tuple(requests), forget))
 
-    async def load_adapter(self, name: str, place: str) -> None:
-        """Load an adapter that a request brings, unless it is loaded; see `EngineCore.load_adapter`.
+    async def load_adapter(self, name: str, folder: str) -> None:
+        """Load an adapter that a request brings, unless this engine knows it; see `EngineCore.load_adapter`.
 
         Args:
             name: name of the adapter.
-            place: its folder or hub id.
+            folder: local folder of the adapter.
 
         Raises:
             EngineDeadError: the engine is not ready, or dies.
             RequestError: the adapter cannot be loaded.
         """
-        if refusal := await self._query(lambda number: wire.LoadAdapter(number, name, place)):
+        if (known := self._adapters).get(name) == folder:
+            return
+        if refusal := await self._query(lambda number: wire.LoadAdapter(number, name, folder)):
             raise RequestError(refusal, param="lora_request")
+        known[name] = folder
 
     async def reset_cache(self) -> bool:
         """Empty the cache and return whether every page is free.
@@ -218,7 +222,7 @@ class EngineClient(Supervisor):
 
     def _begin(self) -> None:
         """See `Supervisor`."""
-        self._snapshot, self._snapshot_at = "", time.perf_counter()
+        self._snapshot, self._snapshot_at, self._adapters = "", time.perf_counter(), {}
         if (reading := self._reading) is not None:  # of the engine before
             self._reading = None
             reading.cancel()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import get_args
 
@@ -26,17 +26,20 @@ class Checkpoint:
     spec: DecoderSpec
     dtype: str
     adapter: str | None = None
+    adapters: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def of(files: ModelFiles) -> Checkpoint:
         """Return the checkpoint of opened files."""
         adapter = None if files.adapter is None else str(files.adapter)
-        return Checkpoint(str(files.path), files.spec, files.dtype.name, adapter)
+        adapters = {name: str(folder) for name, folder in files.adapters.items()}
+        return Checkpoint(str(files.path), files.spec, files.dtype.name, adapter, adapters)
 
     def files(self) -> ModelFiles:
         """Return the opened files, without the tokenizer and the other parts that only front ends need."""
         adapter = None if self.adapter is None else Path(self.adapter)
-        return ModelFiles(Path(self.path), self.spec, jnp.dtype(self.dtype), None, (), adapter=adapter)
+        adapters = {name: Path(folder) for name, folder in self.adapters.items()}
+        return ModelFiles(Path(self.path), self.spec, jnp.dtype(self.dtype), None, (), adapter=adapter, adapters=adapters)
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class LoadAdapter:
 
     query_id: int
     name: str
-    place: str
+    folder: str
 
 
 @dataclass(frozen=True)

@@ -203,8 +203,8 @@ class Worker:
                 return wire.Reply(query_id, self.core.reset_prefix_cache())
             case wire.CacheQuery(query_id, requests, forget):
                 return wire.Reply(query_id, tuple(self._look_up(r, forget) for r in requests))
-            case wire.LoadAdapter(query_id, name, place):
-                return wire.Reply(query_id, self._load_adapter(name, place))
+            case wire.LoadAdapter(query_id, name, folder):
+                return wire.Reply(query_id, self._load_adapter(name, folder))
             case wire.MetricsQuery(query_id):
                 return wire.Reply(query_id, self.core.metrics_text())
             case wire.Shutdown():
@@ -219,11 +219,11 @@ class Worker:
         except RequestError:  # a request that this engine cannot compute is not cached
             return CachedTokens(0, (0,) * request.layout.num_chunks, 0)
 
-    def _load_adapter(self, name: str, place: str) -> str:
+    def _load_adapter(self, name: str, folder: str) -> str:
         """Load an adapter, and return why it is refused; an empty text if it is not."""
         self._clock.begin("loading")
         try:
-            self.core.load_adapter(name, place)
+            self.core.load_adapter(name, folder)
         except ChunkAttnError as error:
             return str(error)
         return ""

@@ -4,6 +4,7 @@ import os
 import re
 
 import pytest
+import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig
 from typer.testing import CliRunner
@@ -12,8 +13,10 @@ from chunkattn.backends.cpu import library
 from chunkattn.cli import app
 from chunkattn.config import EngineConfig
 from chunkattn.engine.build import take_gpu_memory
-from chunkattn.engine.plan import CHIPS, chip_of
+from chunkattn.engine.plan import CHIPS, chip_of, packed_bytes
 from chunkattn.errors import ConfigError
+from chunkattn.models.loader import open_shape
+from tests.adapter_files import make_adapter, save_adapter
 from tests.gguf_files import CONFIGS, Written
 
 VARIABLE, DEPRECATED = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
@@ -81,6 +84,54 @@ def test_the_packed_weights_of_a_gguf_file(tmp_path, folder):
         f"A CPU packs the weights in {(matrices * 8.5 / 8 + 65 * 4096 * 2) / GIB:.2f} GiB"
         in run(folder, "--quantization", "int8")[1]
     )
+
+
+@pytest.mark.skipif(library.refusal() is not None, reason="no native library")
+def test_matrices_with_a_merged_adapter_are_not_packed(tmp_path):
+    written = Written(tmp_path / "model.gguf", CONFIGS["llama-tied"], Kind.Q4_K)
+    ends = ["q_proj", "lm_head"]
+    make_adapter(tmp_path / "a", written.model, ends, target_modules=ends)
+    plain, merged = (EngineConfig(model=str(written.path), adapter=adapter) for adapter in (None, str(tmp_path / "a")))
+    before, after = (packed_bytes(config, *open_shape(config)) for config in (plain, merged))
+    # Both layers' q_proj, and a head of its own beside the tied embedding.
+    assert after - before == 2 * 256 * 256 * (2 - 4.625 / 8) + 128 * 256 * 2
+
+
+def test_slots_of_adapters_count(folder, tmp_path):
+    """Llama-3-8B with slots for all matrices, and for those of one adapter: factors of inputs and of outputs on each device."""
+    tensors = {
+        f"base_model.model.model.layers.{n}.self_attn.q_proj.lora_{factor}.weight": torch.ones(shape)
+        for n in range(32)
+        for factor, shape in (("A", (1, 4096)), ("B", (4096, 1)))
+    }
+    fields = {"peft_type": "LORA", "r": 1, "target_modules": ["q_proj"]}
+    save_adapter(tmp_path / "a", fields, tensors)
+    few = [f"--lora-modules={name}={tmp_path / 'a'}" for name in "xyz"]
+    plain = rows(run(folder, "--device=v6e")[1])
+    for options, rank, sums in (
+        # q, k and v, o, gate and up, down: inputs and outputs that a device holds
+        (
+            ["--enable-lora", "--max-loras=3", *few[:1]],
+            128,
+            {1: 8192 + 2 * 5120 + 8192 + 3 * 18432, 2: 6144 + 2 * 4608 + 6144 + 3 * 11264},
+        ),
+        (few, 1024, {1: 4096 + 4096, 2: 4096 + 2048}),
+    ):
+        found = rows(run(folder, "--device=v6e", *options, f"--max-lora-rank={rank}")[1])
+        for size, values in sums.items():
+            added = 32 * 3 * rank * values * 2
+            held = 2 * ((PARAMETERS - 65 * 4096) / size + 65 * 4096) + added
+            assert found["v6e", size][0] == f"{held / GIB:.2f}"
+            assert float(found["v6e", size][2]) == pytest.approx(float(plain["v6e", size][2]) - added / GIB, abs=0.02)
+    save_adapter(tmp_path / "b", {**fields, "r": 2}, tensors)
+    for options, message in (
+        ([f"--adapter={tmp_path / 'b'}"], "adapter_config.json say [2, 4096]"),
+        ([f"--lora-modules=b={tmp_path / 'b'}"], "adapter_config.json say [2, 4096]"),
+        ([f"--lora-modules=a={tmp_path / 'a'}", "--max-lora-rank=0"], "max_lora_rank"),
+    ):
+        code, output = run(folder, *options)
+        assert code == 2
+        assert message in " ".join(output.split())
 
 
 def test_options_count(folder):

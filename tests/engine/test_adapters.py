@@ -1,15 +1,25 @@
-"""Adapters by request: transformers with W + s B A is the witness, and no company, cache or history moves a bit of a row."""
+"""Adapters by request: PEFT is the witness, and no company, cache or history moves a bit of a row."""
 
 import asyncio
+import json
+import os
+import signal
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from chunkattn import LLM, AsyncLLM, ChunkedPrompt, LoRARequest, SamplingParams
+from chunkattn import LLM, AsyncLLM, ChunkedPrompt, LoRARequest, SamplingParams, make_layout
+from chunkattn.adapter_salt import salted
+from chunkattn.calls import frontend
+from chunkattn.config import EngineConfig
 from chunkattn.engine import request as requests
-from chunkattn.errors import CapacityError, ConfigError, RequestError
-from tests.adapter_files import linears, make_adapter
+from chunkattn.engine.messages import GenerateRequest
+from chunkattn.errors import CapacityError, ConfigError, ModelError, RequestError
+from chunkattn.models.loader import open_files
+from tests.adapter_files import linears, make_adapter, make_peft
+from tests.async_helpers import last, until
 from tests.checkpoints import VOCAB
 
 OPTIONS = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 4 << 20, "max_num_batched_tokens": 128, "max_num_seqs": 8}
@@ -28,8 +38,8 @@ def adapters(oracle, tmp_path_factory):
             model, folder = oracle(name).model, tmp_path_factory.mktemp("adapters")
             ends = sorted({module.rpartition(".")[2] for module in linears(model)} - {"gate", "shared_expert_gate"})
             models = {
-                "a": make_adapter(folder / "a", model, ends, target_modules=ends, seed=1),
-                "b": make_adapter(folder / "b", model, ends[:2], target_modules=ends[:2], seed=2, r=7),
+                "a": make_peft(folder / "a", model, target_modules=ends, seed=1),
+                "b": make_peft(folder / "b", model, target_modules=ends[:2], seed=2, r=7, use_rslora=True),
             }
             made[name] = folder, models
         return made[name]
@@ -76,7 +86,7 @@ def log_softmax(logits):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "granite4", "qwen2-moe", "gemma3-window", "llama-bias"])
-def test_an_adapter_by_request_is_transformers_with_its_products(name, build, adapters, oracle, rng):
+def test_an_adapter_by_request_is_peft(name, build, adapters, oracle, rng):
     ids, items = rng.integers(0, VOCAB, 11).tolist(), [rng.integers(0, VOCAB, n).tolist() for n in (3, 6)]
     llm, models = build(name), {"base": oracle(name).model, **adapters(name)[1]}
     seen = []
@@ -180,8 +190,6 @@ def test_calls_bring_adapters_that_take_turns(checkpoint, adapters, oracle, rng)
     llm.reset_prefix_cache()
     assert [values(*llm.generate(prompt, GREEDY, lora_request=one)) for one in reversed(brought)] == first[::-1]
     assert len({str(one) for one in first}) == 3
-    with pytest.raises(CapacityError, match="all 2 slots of adapters are in use; raise max_loras"):
-        llm.core.adapters._free({0, 1})
     with pytest.raises(RequestError, match="'a' stands for other contents"):
         llm.generate(prompt, GREEDY, lora_request=LoRARequest("a", 1, str(folder / "c")))
     with pytest.raises(RequestError, match="'x' is not loaded"):
@@ -196,8 +204,88 @@ def test_documents_of_an_adapter_that_gave_its_slot_away_are_found_and_forgotten
     llm.generate({"prompt_token_ids": document}, GREEDY, lora_request=LoRARequest("b", 2, str(folder / "b")))
     for call, cached in ((llm.lookup, True), (llm.forget, True), (llm.lookup, False)):
         assert call(prefix, [document], lora_request=A).documents[0].was_cached == cached
-    with pytest.raises(RequestError, match="'a' gave its slot to another one; raise max_loras"):
-        llm.generate({"prompt_token_ids": document}, GREEDY, lora_request=A)
+
+
+@pytest.fixture(scope="module")
+def one_slot(checkpoint, adapters):
+    """An engine that holds one adapter at a time, and the adapters as calls bring them."""
+    made, folder = LLM(str(checkpoint("qwen3")), **OPTIONS, enable_lora=True), adapters("qwen3")[0]
+    yield made, [LoRARequest(name, n, str(folder / name)) for n, name in enumerate("ab", 1)]
+    made.core.scheduler.check()
+    assert not made.core.scheduler.holders()
+    assert made.reset_prefix_cache(), "pages leaked"
+
+
+def test_adapters_of_one_call_take_turns(one_slot, llm, rng):
+    one, (a, b) = one_slot
+    prompts, which = prompts_of(rng), [None, a, b, a, None, b]
+    expected = [values(output) for output in llm.generate(prompts, GREEDY, lora_request=WHICH)]
+    assert [values(output) for output in one.generate(prompts, GREEDY, lora_request=which)] == expected
+    query, items = rng.integers(0, VOCAB, 9).tolist(), [rng.integers(0, VOCAB, 5).tolist()]
+    dense = {"label_token_ids": [3, 7], "algorithm": "packed_dense"}  # without pages
+    for who in (a, b):
+        np.testing.assert_allclose(
+            one.score(query, items, lora_request=who, **dense).logprobs,
+            llm.score(query, items, lora_request=who, **dense).logprobs,
+        )
+
+
+def test_a_request_has_its_slot_until_it_ends(one_slot, rng):
+    """Others wait for the slot and keep their order, a better priority takes it, and an abort frees it."""
+    one, brought = one_slot
+    core, ended, ids = one.core, [], rng.integers(0, VOCAB, 30).tolist()
+    for request in brought:
+        core.load_adapter(request.lora_name, request.lora_path)
+
+    def add(name, adapter, tokens, priority=0):
+        params = SamplingParams(temperature=0, max_tokens=tokens)
+        core.add(GenerateRequest(name, make_layout([], [], ids), params, salt_key=salted(adapter, None), priority=priority))
+
+    def run(steps=1000):
+        while core.has_work and steps:
+            ended.extend(output.request_id for output in core.step() if getattr(output, "finish_reason", True))
+            steps -= 1
+
+    add("a1", "a", 20), add("b1", "b", 2), add("a2", "a", 2)
+    run(5)
+    assert [r.request_id for r in core.scheduler.running] == ["a1"]
+    run()
+    assert ended == ["a1", "b1", "a2"]
+    ended.clear()
+    before = core.scheduler.preemptions
+    add("a3", "a", 20, priority=1)
+    run(5)
+    add("b2", "b", 2)
+    run()
+    assert (ended, core.scheduler.preemptions) == (["b2", "a3"], before + 1)
+    ended.clear()
+    add("a4", "a", 20), add("b3", "b", 2)
+    run(3)
+    core.abort("a4")
+    run()
+    assert ended == ["b3"]
+
+
+def test_an_adapter_that_changes_while_it_has_no_slot_fails_its_request(checkpoint, oracle, one_slot, tmp_path):
+    one, (a, _) = one_slot
+    changing, prompt = LoRARequest("changing", 3, str(tmp_path)), {"prompt_token_ids": [1, 2, 3]}
+    make_adapter(tmp_path, oracle("qwen3").model, seed=7)
+    one.generate(prompt, GREEDY, lora_request=changing)
+    make_adapter(tmp_path, oracle("qwen3").model, seed=8)
+    one.generate(prompt, GREEDY, lora_request=a)
+    with pytest.raises(RequestError, match=f"{tmp_path} has changed since it was loaded; pass it under a new lora_name"):
+        one.generate([prompt] * 2, GREEDY, lora_request=[changing, a])
+    (tmp_path / "adapter_config.json").write_text(json.dumps({}))
+    with pytest.raises(RequestError, match="cannot be read again"):
+        one.precompute([1], [[2]], lora_request=changing)
+    assert one.generate(prompt, GREEDY, lora_request=a)[0].outputs[0].finish_reason
+
+
+def test_the_adapters_of_lora_modules_may_leave_no_slot(build, adapters, oracle):
+    folder = adapters("qwen3")[0]
+    make_adapter(folder / "d", oracle("qwen3").model, seed=4)
+    with pytest.raises(CapacityError, match="have all 2 slots; raise max_loras"):
+        build(enable_lora=True).score([1], [[2]], label_token_ids=[3], lora_request=LoRARequest("d", 4, str(folder / "d")))
 
 
 @pytest.mark.parametrize(
@@ -221,12 +309,15 @@ def test_what_no_request_can_choose_is_refused(checkpoint, adapters, oracle, tmp
     start = {"skip_tokenizer_init": True, "kv_cache_memory_bytes": 1 << 20}
     make_adapter(tmp_path / "head", oracle("qwen3").model, ("lm_head",), target_modules=["lm_head"])
     make_adapter(tmp_path / "high", oracle("qwen3").model, r=17)
-    for name, message in (
-        ("head", "changes 'lm_head.weight', which no request can choose"),
-        ("high", "rank 17 exceeds max_lora_rank 16"),
+    make_adapter(tmp_path / "odd", oracle("qwen3").model, rank=lambda name: 5)
+    for name, error, message in (
+        ("head", ConfigError, "changes 'lm_head.weight', which no request can choose"),
+        ("high", ConfigError, "rank 17 exceeds max_lora_rank 16"),
+        ("odd", ModelError, r"shape \[5, 64\], base model and adapter_config.json say \[4, 64\]"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            LLM(str(checkpoint("qwen3")), **start, lora_modules=(f"x={tmp_path / name}",))
+        config = EngineConfig(model=str(checkpoint("qwen3")), skip_tokenizer_init=True, lora_modules=(f"x={tmp_path / name}",))
+        with pytest.raises(error, match=message):  # before the weights are loaded
+            open_files(config)
     with pytest.raises(RequestError, match="this engine has no adapters"):
         LLM(str(checkpoint("qwen3")), **start).generate({"prompt_token_ids": [1]}, GREEDY, lora_request=A)
     with pytest.raises(ConfigError, match=r"num_hosts=2; merge one at the load"):
@@ -235,19 +326,32 @@ def test_what_no_request_can_choose_is_refused(checkpoint, adapters, oracle, tmp
         LLM(str(checkpoint("qwen3")), lora_modules=("x",))
 
 
-def test_an_engine_process_has_the_same_adapters(checkpoint, adapters, llm, rng):
-    prompt, folder = {"prompt_token_ids": rng.integers(0, VOCAB, 30).tolist()}, adapters("qwen3")[0]
-    options = {**OPTIONS, "lora_modules": (f"a={folder / 'a'}",), "enable_lora": True, "max_loras": 2, "warmup": False}
+@pytest.mark.ci
+def test_an_engine_process_takes_turns_and_may_die(checkpoint, adapters, llm, rng, monkeypatch):
+    """Hub ids are resolved in this process, off the event loop. A new engine learns the adapters when they are named."""
+    prompt, folder, asked = {"prompt_token_ids": rng.integers(0, VOCAB, 30).tolist()}, adapters("qwen3")[0], []
+    a, b, none = (LoRARequest(name, 1, f"hub/{name}") for name in ("a", "b", "none"))
+
+    def find(place):
+        asked.append((place, threading.current_thread()))
+        return folder / place.removeprefix("hub/")
 
     async def answers():
-        async with AsyncLLM(str(checkpoint("qwen3")), **options) as other:
-            found = []
-            for who in (None, A, LoRARequest("b", 2, str(folder / "b"))):
-                outputs = [output async for output in other.generate(prompt, GREEDY, lora_request=who)]
-                found.append(values(outputs[-1]))
-            with pytest.raises(RequestError, match=r"no adapter_config\.json"):
-                await other.score([1], [[2]], label_token_ids=[3], lora_request=LoRARequest("n", 1, str(folder)))
-            return found
+        async with AsyncLLM(str(checkpoint("qwen3")), **OPTIONS, enable_lora=True, warmup=False) as other:
 
+            async def answer(who):
+                return values(await last(other.generate(prompt, GREEDY, lora_request=who)))
+
+            found = await asyncio.gather(*map(answer, (None, a, b) * 3))
+            with pytest.raises(RequestError, match=r"none: no adapter_config\.json"):
+                await other.score([1], [[2]], label_token_ids=[3], lora_request=none)
+            os.kill(other.client.pid, signal.SIGKILL)
+            await until(lambda: other.client.restarts == 1 and other.is_ready)
+            return [*found, await answer(None), await answer(A), await answer(B)]
+
+    monkeypatch.setattr(frontend, "adapter_folder", find)
     expected = [values(*llm.generate(prompt, GREEDY, lora_request=who)) for who in (None, A, B)]
-    assert asyncio.run(answers()) == expected
+    assert asyncio.run(answers()) == expected * 4
+    assert {place for place, _ in asked} == {"hub/a", "hub/b", "hub/none"}
+    assert len(asked) <= 7  # calls that run at once may each ask
+    assert threading.main_thread() not in [thread for _, thread in asked]

@@ -1,6 +1,5 @@
 """Adapters that are merged at the load, against transformers with W + s B A, and against PEFT."""
 
-import copy
 import json
 import logging
 import math
@@ -15,9 +14,10 @@ from safetensors.torch import load_file
 from chunkattn import LLM
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
+from chunkattn.models import adapters, weights
 from chunkattn.models.loader import open_files
 from chunkattn.models.packing import Packing
-from tests.adapter_files import linears, make_adapter, save_adapter
+from tests.adapter_files import linears, make_adapter, make_peft, save_adapter
 from tests.fuzz.folders import dense_logits
 from tests.gguf_files import write
 
@@ -162,7 +162,6 @@ FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
         ({"lora_alpha": "x"}, None, "lora_alpha must be a finite number"),
         ({"target_modules": "("}, None, "no regular expression"),
         ({}, lambda t: t.pop(FIRST) is None, r"lora_A of 'model.layers.0.self_attn.q_proj' is missing"),
-        ({}, lambda t: t.update({FIRST: t[FIRST] * torch.nan}), "NaN or infinite"),
         ({}, lambda t: t.update({FIRST: t[FIRST][:, :9]}), r"shape \[4, 9\]"),
         ({}, lambda t: t.update({FIRST.replace("q_proj", "w_proj"): t[FIRST]}), r"w_proj' is missing"),
         ({}, lambda t: t.update({FIRST.replace("lora_A.weight", "lora_magnitude_vector"): t[FIRST]}), "DoRA"),
@@ -182,6 +181,42 @@ def test_what_does_not_fit_is_refused_by_name(fields, change, message, checkpoin
     with pytest.raises(ModelError, match=message) as caught:
         files_of(checkpoint("qwen3"), tmp_path)
     assert str(tmp_path) in str(caught.value)
+
+
+def test_values_are_read_once_and_checked(checkpoint, oracle, tmp_path, monkeypatch):
+    """Opening the files reads the shapes alone, and the load reads each tensor once."""
+    read, whole = [], adapters.safe_open
+
+    class Counted:
+        def __init__(self, *args, **options):
+            self._handle = whole(*args, **options)
+
+        def __enter__(self):
+            self._handle.__enter__()
+            return self
+
+        def __exit__(self, *raised):
+            self._handle.__exit__(*raised)
+
+        def __getattr__(self, name):
+            return getattr(self._handle, name)
+
+        def get_tensor(self, name):
+            read.append(name)
+            return self._handle.get_tensor(name)
+
+    monkeypatch.setattr(adapters, "safe_open", Counted)
+    make_adapter(tmp_path, oracle("qwen3").model)
+    files = files_of(checkpoint("qwen3"), tmp_path)
+    files.sample()
+    assert read == []
+    files.load()
+    assert len(read) == len(set(read)) == 12
+    rewrite(tmp_path, lambda t: t.update({FIRST: t[FIRST] * torch.nan}))
+    files = files_of(checkpoint("qwen3"), tmp_path)
+    monkeypatch.setattr(weights, "load_weights", None)  # no weight of the base model is read before the error
+    with pytest.raises(ModelError, match=f"{tmp_path}.*NaN or infinite"):
+        files.load()
 
 
 def test_a_folder_without_an_adapter_is_refused(checkpoint, tmp_path):
@@ -208,15 +243,7 @@ def test_a_folder_without_an_adapter_is_refused(checkpoint, tmp_path):
     ],
 )
 def test_an_adapter_of_peft_is_peft(fields, checkpoint, oracle, tmp_path):
-    import peft  # slow to import
-
-    torch.manual_seed(1)
-    model = peft.get_peft_model(copy.deepcopy(oracle("llama").model), peft.LoraConfig(init_lora_weights=False, **fields))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name or "modules_to_save" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.eval().save_pretrained(tmp_path)
+    model = make_peft(tmp_path, oracle("llama").model, seed=1, **fields)
     decoder = files_of(checkpoint("llama"), tmp_path).load()
     assert np.abs(logits_of(model) - oracle("llama").logits(IDS)).max() > 0.1
     assert math.isfinite(logits_of(model).sum())

@@ -61,6 +61,10 @@ def test_models_list_the_adapters(http, folders):
     assert (data["a"]["parent"], data["a"]["root"]) == ("base", str(folders / "a"))
     assert "parent" not in data["base"]
     assert http.get("/v1/models/b").json() == data["b"]
+    asked = {"input": "Nila likes figs.", "questions": [QUESTION]}
+    methods = {entry["decide_method"] for entry in data.values()}  # the base model's verdict serves its adapters
+    assert {post(http, "/v1/decisions", **asked, model=name)["method"] for name in data} == methods
+    assert len(methods) == 1
     for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/score", {"query": "x", "items": ["y"]})):
         refused = http.post(path, json={**body, "model": "c"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
