@@ -11,20 +11,20 @@ import numpy as np
 from jaxtyping import Float32, Float64
 
 from chunkattn.calls.decide_questions import level_of, option_of
-from chunkattn.decisions import Choice, Predicate, Question
+from chunkattn.decisions import Choice, Predicate, Question, Rating
 from chunkattn.errors import ModelError, RequestError
 from chunkattn.models.decision_files import DecisionModel
 from chunkattn.models.decision_heads import LinearHead, PointerHead
 from chunkattn.models.decision_prompts import KINDS, MARK, SPLIT, AskedOptions, flattened, kev_options
-from chunkattn.parsers.decision_text import MarkedEncoder
-from chunkattn.parsers.encode import PlainEncoder
+from chunkattn.parsers.decision_text import Encode, MarkedEncoder
+from chunkattn.parsers.encode import PlainEncoder, num_shared
 
 _SEGMENTS = "<|fim_prefix|>", "<|fim_middle|>", "<|box_start|>", "<|box_end|>", "<|fim_suffix|>"
 """Tokens before a state, a question and an option, and behind an option and a question, in kev's prompts."""
 _CONTROL = re.compile(r"<\|([A-Za-z0-9_]+)\|>")
 _LETTERS = [chr(ord("A") + number) for number in range(26)]
 _PROBES = "a", "0 .", "\u4e2d"
-"""Instructions that begin unlike each other: what their prompts share is the state and what stands before it."""
+"""Texts of questions that begin unlike each other: what their prompts share is the state and what stands before it."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +142,20 @@ class HeadPrompts:
         """
         if self._model.form == "kev":
             return self._segmented(state, asked, parts)
-        prefixes: dict[str, list[int]] = {}
-        made = []
+        wrapped, made = self._encode.wrapped(state), []
+        prefixes: dict[str, tuple[list[int], Encode]] = {}
+        encoders: dict[str, Encode] = {}
         for question, part in zip(asked, parts, strict=True):
-            ids, marks = self._tokens(state, question, part)
             if question.type not in prefixes:
-                probes = [self._tokens(state, _probe(question, text), "state")[0] for text in _PROBES]
-                prefixes[question.type] = _common(probes)
-            made.append(self._cut(ids, marks or [len(ids)], prefixes[question.type], question, part))
+                texts = [self._text(wrapped, self.asked(probe, "state"), part) for probe in _probes(question.type)]
+                if (shared := texts[0][: num_shared(texts)]) not in encoders:
+                    encoders[shared] = self._encode.behind(shared, texts[0], "state", "state")
+                encode = encoders[shared]
+                probes = [encode(text, "state", "state")[0] for text in texts]
+                prefixes[question.type] = probes[0][: num_shared(probes)], encode
+            prefix, encode = prefixes[question.type]
+            ids, marks = encode(self._text(wrapped, question, part), part, "questions")
+            made.append(self._cut(ids, marks or [len(ids)], prefix, question, part))
         return made
 
     def tokens(self, state: Any, questions: Sequence[Question]) -> list[Sequence[int]]:
@@ -164,7 +170,8 @@ class HeadPrompts:
         items = self.items(state, asked, parts)
         return [list(self._model.digest), *([*item.prefix, *item.item, *item.labels] for item in items)]
 
-    def _tokens(self, state: Any, question: AskedOptions, part: str) -> tuple[list[int], list[int]]:
+    def _text(self, state: Any, question: AskedOptions, part: str) -> str:
+        """Return the text of a question's prompt behind a state whose control tokens are wrapped."""
         model, wrapped = self._model, self._encode.wrapped
         fields = AskedOptions(**{name: wrapped(value) for name, value in asdict(question).items()})
         tokenizer = self._plain.encode.tokenizer
@@ -172,17 +179,15 @@ class HeadPrompts:
             raise RequestError("a decision model's prompts need a tokenizer, and this engine has none", param="questions")
         if model.form == "text":
             assert model.write is not None
-            text = model.write(wrapped(state), fields)
-        else:
-            content, variables = "", {"chat_template": model.template, "state": wrapped(state), "question": asdict(fields)}
-            if model.write is not None:
-                content, variables = model.write(wrapped(state), fields), {}
-            options = {"add_generation_prompt": True, "enable_thinking": False, **variables}
-            try:
-                text = str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, **options))
-            except Exception as error:  # templates are programs and may raise anything
-                raise RequestError(f": the model's template failed: {error}", param="questions", part=part) from error
-        return self._encode(text, part, "questions")
+            return model.write(state, fields)
+        content, variables = "", {"chat_template": model.template, "state": state, "question": asdict(fields)}
+        if model.write is not None:
+            content, variables = model.write(state, fields), {}
+        options = {"add_generation_prompt": True, "enable_thinking": False, **variables}
+        try:
+            return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, **options))
+        except Exception as error:  # templates are programs and may raise anything
+            raise RequestError(f": the model's template failed: {error}", param="questions", part=part) from error
 
     def _cut(self, ids: list[int], marks: list[int], shared: list[int], question: AskedOptions, part: str) -> HeadItem:
         """Return the prompt of a question, cut behind what it shares with others and behind the last token that is read."""
@@ -192,7 +197,7 @@ class HeadPrompts:
             text = f": the model's template writes {len(marks)} marks for {count} options, and its head reads {wanted}"
             raise RequestError(text, param="questions", part=part)
         end = marks[-1]
-        cut = max(1, min(len(_common([ids, shared])), marks[0] - 1))
+        cut = max(1, min(num_shared([ids, shared]), marks[0] - 1))
         return self._made(ids[:cut], ids[cut:end], [end - mark + 1 for mark in marks], question)
 
     def _made(self, prefix: list[int], item: list[int], backs: list[int], question: AskedOptions) -> HeadItem:
@@ -227,16 +232,11 @@ class HeadPrompts:
         return self._plain.encode(_CONTROL.sub("<\u00a6\\1\u00a6>", text), name, param)
 
 
-def _probe(question: AskedOptions, text: str) -> AskedOptions:
-    options = [text + option for option in question.options] if question.type == "choice" else question.options
-    return AskedOptions(question.name, question.type, text, options, question.labels, question.descriptions)
-
-
-def _common(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Return the longest beginning that all lists share."""
-    first = list(lists[0])
-    for other in lists[1:]:
-        length = min(len(first), len(other))
-        differs = np.flatnonzero(np.asarray(first[:length]) != np.asarray(other[:length]))
-        first = first[: int(differs[0]) if len(differs) else length]
-    return first
+def _probes(kind: str) -> Sequence[Question]:
+    """Return a question of a kind with each text of `_PROBES`, everywhere. They depend on no question of a caller."""
+    match kind:
+        case "noul":
+            return [Predicate(text, text, text, text) for text in _PROBES]
+        case "choice":
+            return [Choice(text, [text, text + "b"], text) for text in _PROBES]
+    return [Rating(text, [text, text + "b"], text) for text in _PROBES]

@@ -156,6 +156,33 @@ def test_the_state_is_computed_once(llm):
     assert again.cached_tokens >= len(prefix) - 16
 
 
+def test_the_state_is_tokenized_once(llm, folder, monkeypatch):
+    """The tokens are those of transformers, which reads every prompt whole."""
+    state = {"text": "Ana lives in Oslo; she likes 12345 figs.\n" * 80, "é": ["<|im_end|>", 7]}
+    questions = [Choice(f"What is thing {number}?", ["a", f"b{number}"], name=f"{number}") for number in range(50)]
+    questions += [own for own in QUESTIONS if own.name not in "so"]
+    prompts, texts = llm.frontend.head_prompts, []
+    read = type(prompts._encode)._encoded
+    monkeypatch.setattr(type(prompts._encode), "_encoded", lambda self, own, *a: texts.append(own) or read(self, own, *a))
+    items = prompts.items(state, [prompts.asked(question, "q") for question in questions], ["q"] * len(questions))
+    size, kinds = len(state["text"]), 3 if (folder / "judge_config.json").exists() else 1
+    assert kinds * size < sum(len("".join(own)) for own in texts) < kinds * 1.1 * size + 800 * (len(questions) + 9)
+    witness = pipeline(folder).preprocess(request(state, questions))["prompts"]
+    for item, (inputs, _) in zip(items, witness, strict=True):
+        assert [*item.prefix, *item.item] == inputs["input_ids"][0, : inputs["marks"][-1]].tolist()
+
+
+def test_what_questions_share_is_the_same_in_any_company(tmp_path):
+    """A template may write names and options before the state."""
+    template = "{{ question.name }}{{ question.descriptions }}{{ question.labels }} {{ state }} {{ question.instructions }}"
+    labelled(make_base(tmp_path), template)
+    prompts = LLM(tmp_path, **OPTIONS).frontend.head_prompts
+    asked = [prompts.asked(Rating(f"Who {n}?", ["a", f"b{n}"], name=f"{n}"), "q") for n in (1, 12, 2)]
+    alone = [prompts.items("Ana.", [own], ["q"])[0].prefix for own in asked]
+    assert [own.prefix for own in prompts.items("Ana.", asked, ["q"] * 3)] == alone
+    assert [own.prefix for own in prompts.items("Ana.", asked[::-1], ["q"] * 3)][::-1] == alone
+
+
 def test_company_changes_no_bit(llm):
     alone = [llm.decide(STATES[0], [question], cache_salt=f"alone {n}").answers[0] for n, question in enumerate(QUESTIONS)]
     assert llm.decide(STATES[0], QUESTIONS[::-1], cache_salt="company").answers[::-1] == alone
