@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,7 +23,6 @@ from chunkattn.parsers.encode import PlainEncoder, num_shared
 _SEGMENTS = "<|fim_prefix|>", "<|fim_middle|>", "<|box_start|>", "<|box_end|>", "<|fim_suffix|>"
 """Tokens before a state, a question and an option, and behind an option and a question, in kev's prompts."""
 _CONTROL = re.compile(r"<\|([A-Za-z0-9_]+)\|>")
-_LETTERS = [chr(ord("A") + number) for number in range(26)]
 _PROBES = "a", "0 .", "\u4e2d"
 """Texts of questions that begin unlike each other: what their prompts share is the state and what stands before it."""
 
@@ -119,7 +119,10 @@ class HeadPrompts:
             levels = [level_of(level) for level in question.levels]
             texts = [f"{own.label}: {own.description}" if own.description else own.label for own in levels]
             described = {str(number): text for number, text in enumerate(texts)}
-        labels, count = list(model.labels.get(kind) or (["Yes", "No"] if kind == "noul" else _LETTERS)), len(described)
+        labels, count = (
+            list(model.labels.get(kind) or (["Yes", "No"] if kind == "noul" else string.ascii_uppercase)),
+            len(described),
+        )
         most = len(labels) if model.form != "kev" and not isinstance(model.head, PointerHead) else count
         if isinstance(model.head, LinearHead):
             most = min(most, model.head.most(kind))
@@ -173,7 +176,7 @@ class HeadPrompts:
     def _text(self, state: Any, question: AskedOptions, part: str) -> str:
         """Return the text of a question's prompt behind a state whose control tokens are wrapped."""
         model, wrapped = self._model, self._encode.wrapped
-        fields = AskedOptions(**{name: wrapped(value) for name, value in asdict(question).items()})
+        fields = AskedOptions(**wrapped(asdict(question)))
         tokenizer = self._plain.encode.tokenizer
         if tokenizer is None:
             raise RequestError("a decision model's prompts need a tokenizer, and this engine has none", param="questions")

@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError, safe_open
 
 from chunkattn.errors import ModelError
-from chunkattn.local_files import MAX_BYTES, cause_of, is_present, read_object, read_present
+from chunkattn.local_files import cause_of, is_present, read_object, read_present, read_small
 from chunkattn.models.decision_heads import POINTER, LinearHead, PointerHead, checked, make_pointer
 from chunkattn.models.decision_prompts import DECIDERS, KINDS, Write, decider, generic, judge
 from chunkattn.models.torch_file import read_torch
@@ -286,9 +286,7 @@ def _read_template(file: Path) -> str:
     if not is_present(file):
         return ""
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        text = file.read_text(encoding="utf-8")
+        text = read_small(file)
         environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
         names = meta.find_undeclared_variables(environment.parse(text))
     except (OSError, ValueError, TemplateError, RecursionError) as error:
