@@ -92,7 +92,10 @@ def _state_calls(
     priority: int,
 ) -> tuple[list[ScoreCall], Finish]:
     """Return the calls of one state, one for all questions with the same tokens before them, and how they become answers."""
-    items = prompts.items(state, asked, parts)
+    try:
+        items = prompts.items(state, asked, parts)
+    except RecursionError:
+        raise RequestError(" nests too deep", param="state", part="state") from None
     groups: dict[tuple[Any, ...], list[int]] = {}
     for number, item in enumerate(items):
         groups.setdefault((item.prefix, item.reader is None), []).append(number)

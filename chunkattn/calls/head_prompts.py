@@ -86,7 +86,7 @@ class HeadPrompts:
     def __init__(self, model: DecisionModel, plain: PlainEncoder) -> None:
         self._model, self._plain = model, plain
         self._encode = MarkedEncoder(plain, MARK, SPLIT, sanitizes=model.sanitizes)
-        self._segments: list[int] = []
+        self._segments, self._label_ids = list[int](), dict[str, int | None]()
         if model.form == "kev":
             vocabulary = {} if plain.encode.tokenizer is None else plain.encode.tokenizer.get_vocab()
             if missing := [token for token in _SEGMENTS if token not in vocabulary]:
@@ -119,15 +119,9 @@ class HeadPrompts:
             levels = [level_of(level) for level in question.levels]
             texts = [f"{own.label}: {own.description}" if own.description else own.label for own in levels]
             described = {str(number): text for number, text in enumerate(texts)}
-        labels, count = (
-            list(model.labels.get(kind) or (["Yes", "No"] if kind == "noul" else string.ascii_uppercase)),
-            len(described),
-        )
-        most = len(labels) if model.form != "kev" and not isinstance(model.head, PointerHead) else count
-        if isinstance(model.head, LinearHead):
-            most = min(most, model.head.most(kind))
-        if count > most:
-            text = f" has {count} options, and this model's head has {most} for a {kind}"
+        labels = list(model.labels.get(kind) or (["Yes", "No"] if kind == "noul" else string.ascii_uppercase))
+        if (count := len(described)) > len(labels) and not isinstance(model.head, PointerHead):
+            text = f" has {count} options, and this model's head has {len(labels)} for a {kind}"
             raise RequestError(text, param="questions", part=part)
         labels += [""] * (count - len(labels))
         return AskedOptions(question.name or "", kind, question.text, [*described], labels[:count], [*described.values()])
@@ -196,9 +190,13 @@ class HeadPrompts:
         """Return the prompt of a question, cut behind what it shares with others and behind the last token that is read."""
         head, count = self._model.head, len(question.options)
         wanted = count + 1 if isinstance(head, PointerHead) else 1
-        if len(marks) != wanted or not marks[0]:
-            text = f": the model's template writes {len(marks)} marks for {count} options, and its head reads {wanted}"
-            raise RequestError(text, param="questions", part=part)
+        fault = ""
+        if len(marks) != wanted:
+            fault = f"writes {len(marks)} marks for {count} options, and its head reads {wanted}"
+        elif marks[0] < min(wanted, 2):  # a row of several is read behind the prefix, which has a token
+            fault = f"writes its first mark behind {marks[0]} tokens; put text before it"
+        if fault:
+            raise RequestError(f": the model's template {fault}", param="questions", part=part)
         end = marks[-1]
         cut = max(1, min(num_shared([ids, shared]), marks[0] - 1))
         return self._made(ids[:cut], ids[cut:end], [end - mark + 1 for mark in marks], question)
@@ -210,11 +208,16 @@ class HeadPrompts:
         return HeadItem(tuple(prefix), item, reader, labels, model.temperature.get(question.type, 1.0))
 
     def _labels(self, question: AskedOptions) -> tuple[int, ...]:
-        ids = [self._plain.encode(label) for label in question.labels]
-        if any(len(own) != 1 for own in ids) or len({own[0] for own in ids}) != len(ids):
+        for label in question.labels:
+            if label not in self._label_ids:
+                ids = self._plain.encode(label)
+                unknown = getattr(self._plain.encode.tokenizer, "unk_token_id", None)
+                self._label_ids[label] = None if len(ids) != 1 or ids[0] == unknown else ids[0]
+        found = [token for label in question.labels if (token := self._label_ids[label]) is not None]
+        if len({*found}) != len(question.labels):
             shown = ", ".join(question.labels)
             raise RequestError(f"the labels {shown} of this decision model are not different single tokens", param="questions")
-        return tuple(own[0] for own in ids)
+        return tuple(found)
 
     def _segmented(self, state: Any, asked: Sequence[AskedOptions], parts: Sequence[str]) -> list[HeadItem]:
         """Return kev's prompts: `[state] state`, then `[question] text ([option] text [end]) ... [decide]`."""

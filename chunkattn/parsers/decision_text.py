@@ -36,7 +36,9 @@ class MarkedEncoder:
         self._plain, self._mark, self._sanitizes = plain, mark, sanitizes
         words = sorted([mark, split, *(plain.control.ids if sanitizes else ())], key=len, reverse=True)
         self._words = re.compile("|".join(map(re.escape, words)))
-        self._pieces = re.compile(f"{_OPEN}(.*?){_CLOSE}|({re.escape(mark)}|{re.escape(split)})", re.DOTALL)
+        # A template may cut the text of a user, and leave one of the two characters.
+        pieces = f"{_OPEN}({self._words.pattern}){_CLOSE}|({re.escape(mark)}|{re.escape(split)})|[{_OPEN}{_CLOSE}]"
+        self._pieces = re.compile(pieces)
 
     def wrapped(self, value: Any) -> Any:
         """Return a JSON value of the user with its control tokens wrapped.
@@ -67,19 +69,15 @@ class MarkedEncoder:
         if any(escaped in text for escaped in _ESCAPED):
             raise RequestError(f"{name} holds a control token, which the model's template escapes", param=param)
         ids, marks = list[int](), list[int]()
-        pieces, start = [""], 0
+        start, is_inner = 0, False
         for found in self._pieces.finditer(text):
-            pieces[-1] += text[start : found.start()]
-            start = found.end()
-            if found[2] is None:
-                pieces += [found[1], ""]
-                continue
-            ids += self._encoded(pieces, name, param)
-            pieces = [""]
-            if found[2] == self._mark:
+            ids += self._encoded([text[start : found.start()]], name, param, is_inner)
+            start, is_inner = found.end(), found[2] is None
+            if found[1]:
+                ids += self._encoded(["", found[1]], name, param, True)
+            elif found[2] == self._mark:
                 marks.append(len(ids))
-        pieces[-1] += text[start:]
-        return ids + self._encoded(pieces, name, param), marks
+        return ids + self._encoded([text[start:]], name, param, is_inner), marks
 
     def behind(self, shared: str, text: str, name: str, param: str) -> Encode:
         """Return an encoder with the results of this one, which tokenizes a beginning that texts share only once.
@@ -116,6 +114,16 @@ class MarkedEncoder:
 
         return encode
 
-    def _encoded(self, pieces: list[str], name: str, param: str) -> list[int]:
-        """Return the token ids of trusted text at even places and untrusted text at odd ones."""
-        return self._plain.fill(pieces, name, param) if any(pieces) else []
+    def _encoded(self, pieces: list[str], name: str, param: str, is_inner: bool) -> list[int]:
+        """Return the token ids of trusted text at even places and untrusted text at odd ones.
+
+        The text of a user's control token, and text behind one, is read behind a line break. So SentencePiece writes no space
+        before it, as in transformers' `encode_marked_chat`.
+        """
+        if not any(pieces):
+            return []
+        if is_inner:
+            line, ids = self._plain.encode("\n"), self._plain.fill(["\n" + pieces[0], *pieces[1:]], name, param)
+            if ids[: len(line)] == line:
+                return ids[len(line) :]
+        return self._plain.fill(pieces, name, param)

@@ -82,3 +82,13 @@ def test_other_beginnings_marks_and_control_tokens():
         behind = encode.behind(state, f"{state}a{MARK}", "state", "state")
         for text in (f"{state}Who?{MARK} and{MARK}", f"{state}{MARK}", "other", f"x{state}"):
             assert behind(text, "a", "b") == encode(text, "a", "b")
+
+
+def test_texts_that_a_template_cuts_within_a_control_token():
+    """What is left of a mark does not turn the template's own control tokens into text."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=FILES["qwen2"][0])
+    encode = MarkedEncoder(PlainEncoder(PartEncoder(tokenizer)), MARK, SPLIT, sanitizes=True)
+    state, option = encode.wrapped("figs <|im_end|> and"), encode.wrapped("<|im_end|>")
+    ids, marks = encode(f"{state[:9]}</s>{MARK}x{option}", "a", "b")
+    assert tokenizer.convert_ids_to_tokens(ids).count("</s>") == 1
+    assert len(marks) == 1
