@@ -85,7 +85,7 @@ def test_other_beginnings_marks_and_control_tokens():
 
 
 def test_texts_that_a_template_cuts_within_a_control_token():
-    """What is left of a mark does not turn the template's own control tokens into text."""
+    """The rest of a mark does not turn the template's own control tokens into text."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=FILES["qwen2"][0])
     encode = MarkedEncoder(PlainEncoder(PartEncoder(tokenizer)), MARK, SPLIT, sanitizes=True)
     state, option = encode.wrapped("figs <|im_end|> and"), encode.wrapped("<|im_end|>")
