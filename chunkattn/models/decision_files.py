@@ -162,7 +162,12 @@ def _read_codes(folder: Path, fields: Mapping[str, Any], hidden: int) -> Decisio
     rows = weight.shape[0] if weight.ndim else 0
     if rows < len(codes):
         raise ModelError(f"{folder / _READOUT} has {rows} rows for the {len(codes)} codes in {file}; get the files again")
-    head = LinearHead(checked(weight, (rows, hidden), f"{folder / _READOUT}: 'weight'"), None, dict.fromkeys(KINDS, 0))
+    bias = tensors.get("bias", tensors.get("proj.bias"))
+    head = LinearHead(
+        checked(weight, (rows, hidden), f"{folder / _READOUT}: 'weight'"),
+        None if bias is None else checked(bias, (rows,), f"{folder / _READOUT}: 'bias'"),
+        dict.fromkeys(KINDS, 0),
+    )
     shared = temperatures(dict.fromkeys(KINDS, fields.get("temperature", 1.0)), f"{file}: temperature")
     return DecisionModel(
         head,

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.decision.template_utils import label_token_ids
 
@@ -96,6 +96,13 @@ def test_bad_heads(tmp_path, capfd):
         with pytest.raises(ModelError, match=message):
             LLM(tmp_path, **OPTIONS)
     assert "loaded" not in capfd.readouterr().out
+
+
+def test_a_readout_with_a_bias(tmp_path):
+    add_codes(make_base(tmp_path))
+    weight = load_file(tmp_path / "readout.safetensors")["weight"]
+    save_file({"proj.weight": weight, "proj.bias": torch.randn(len(CODES))}, tmp_path / "readout.safetensors")
+    check(LLM(tmp_path, **OPTIONS).decide(STATES[0], QUESTIONS), pipeline(tmp_path)(request(STATES[0], QUESTIONS)), QUESTIONS)
 
 
 def test_settings_of_decision_json(tmp_path):
