@@ -16,7 +16,7 @@ import json
 import random
 import re
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,42 +48,50 @@ _WRONG = 3
 _TRIES = 500
 
 
+Distractors = Callable[[Passage, random.Random], Iterator[str]]
+"""Function that yields wrong answers to a passage's question, and empty texts for those that do not fit."""
+
+
 def passages(source: Sequence[Passage], count: int, rng: random.Random) -> list[dict[str, Any]]:
     """Return lines whose state is a passage and whose choice is its question."""
     by_word = defaultdict(list)
     for passage in source:
         by_word[_word(passage)].append(passage)
-    lines: list[dict[str, Any]] = []
-    for passage in rng.sample(source, len(source)):
-        text, right = passage.text, passage.answers[0]
-        if len(lines) == count or not 20 <= len(text.split()) <= 75 or len(right.split()) > 5 or not _holds(text, right):
-            continue
-        options, others = [right], by_word[_word(passage)]
+
+    def distractors(passage: Passage, rng: random.Random) -> Iterator[str]:
         for _ in range(_TRIES):
-            other = rng.choice(others).answers[0]
-            if len(options) > _WRONG:
-                break
-            if len(other.split()) <= 5 and not _holds(text, other) and not any(_near(other, known) for known in options):
-                options.append(other)
-        if len(options) > _WRONG:
-            rng.shuffle(options)
-            question = passage.question.strip().removesuffix("?") + "?"
-            lines.append({"state": text, "questions": [{"choice": question, "options": options}], "answers": [right]})
-    return lines
+            other = rng.choice(by_word[_word(passage)]).answers[0]
+            yield other if len(other.split()) <= 5 and not _holds(passage.text, other) else ""
+
+    return _lines(source, count, rng, distractors)
 
 
 def hard(source: Sequence[Passage], count: int, rng: random.Random) -> list[dict[str, Any]]:
     """Return lines as `passages` does, with wrong answers from the same passage."""
+
+    def distractors(passage: Passage, rng: random.Random) -> Iterator[str]:
+        right, words = passage.answers[0], passage.text.split()
+        size = len(right.split())
+        spans = [" ".join(words[at : at + size]).strip(".,;:()\"'") for at in range(len(words) - size + 1)]
+        for other in rng.sample(spans, len(spans)):
+            far = not any(_near(other, known) for known in passage.answers)
+            yield other if far and "words" != _form(other) == _form(right) else ""
+
+    return _lines(source, count, rng, distractors)
+
+
+def _lines(source: Sequence[Passage], count: int, rng: random.Random, distractors: Distractors) -> list[dict[str, Any]]:
+    """Return lines of short passages with their questions, a short right answer and `_WRONG` wrong ones, none near another."""
     lines: list[dict[str, Any]] = []
     for passage in rng.sample(source, len(source)):
         text, right = passage.text, passage.answers[0]
         if len(lines) == count or not 20 <= len(text.split()) <= 75 or len(right.split()) > 5 or not _holds(text, right):
             continue
-        words, size, options = text.split(), len(right.split()), [right]
-        spans = [" ".join(words[at : at + size]).strip(".,;:()\"'") for at in range(len(words) - size + 1)]
-        for other in rng.sample(spans, len(spans)):
-            far = not any(_near(other, known) for known in [*options, *passage.answers])
-            if len(options) <= _WRONG and other and far and "words" != _form(other) == _form(right):
+        options = [right]
+        for other in distractors(passage, rng):
+            if len(options) > _WRONG:
+                break
+            if other and not any(_near(other, known) for known in options):
                 options.append(other)
         if len(options) > _WRONG:
             rng.shuffle(options)

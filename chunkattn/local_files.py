@@ -31,11 +31,7 @@ def read_object(
     """
     shown = f"{name} {path}".strip()
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        value = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs if unique else None)
+        value = json.loads(read_small(path), object_pairs_hook=unique_pairs if unique else None)
     except RecursionError:
         raise error(f"{shown} cannot be read: its lists and objects nest too deep") from None
     except (OSError, ValueError) as fault:
@@ -43,6 +39,23 @@ def read_object(
     if not isinstance(value, dict):
         raise error(f"{shown} must be a JSON object, not {type(value).__name__}")
     return value
+
+
+def read_small(path: Path) -> str:
+    """Return the text of a file in UTF-8.
+
+    Args:
+        path: file to read.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: the file is larger than `MAX_BYTES`, or not UTF-8.
+    """
+    with path.open("rb") as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+    return data.decode()
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

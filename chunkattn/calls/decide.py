@@ -14,7 +14,7 @@ from chunkattn.calibration import LabelScale
 from chunkattn.calls.decide_head import head_call
 from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
 from chunkattn.calls.decide_method import MethodFirst, MethodJob
-from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask, check_names
+from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask, check_names, listed_questions, of_state
 from chunkattn.calls.decide_verdict import AUTO, HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
@@ -22,7 +22,6 @@ from chunkattn.calls.score import ScoreJob, total_usage
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import ScoreOutput
-from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.states import State, States, list_states, read_state
 
 _CONTENT_FREE = "N/A"
@@ -132,15 +131,12 @@ def _decide_by(
         raise RequestError(f"calibrate is {FITTED!r}, and {reason}", param="calibrate")
     if system is not None and (not isinstance(system, str) or not system.strip()):
         raise RequestError(f"system must be a string that is not empty, got {shown(system)}", param="system")
-    states, listed = list_states(state), as_list(questions, "questions")
+    states = list_states(state)
     text = read_state(state) if states is None else ""
-    if not listed:
-        raise RequestError("questions are empty", param="questions")
-    limits.check_count(len(listed), "questions", "questions")
+    listed, parts = listed_questions(limits, questions)
     chunks = [] if options["documents"] is None else read_documents(frontend, options["documents"])
     labels = frontend.answer_labels(system, options["chat_template_kwargs"])
     template = labels.template
-    parts = [f"question {number}" for number in range(len(listed))]
     asked = [ask(question, method, labels, part) for question, part in zip(listed, parts, strict=True)]
     check_names(listed)
     (rank,) = check_priorities(options["priority"], 1)
@@ -160,12 +156,9 @@ def _decide_by(
         return ScoreJob(frontend, [items.behind_state(ids), *empty], finish, 1)
     tokens, state_ids = items.document_tokens + sum(call.tokens()[items.algorithm] for call in empty), []
     for number, entry in enumerate(states):
-        try:
+        with of_state(number):
             ids = items.state_ids(read_state(entry))
             items.check(ids)
-        except RequestError as error:
-            message = error.message if error.part == "state" else f": {error}"
-            raise type(error)(message, param=error.param, part=f"state {number}") from None
         tokens += items.tokens(ids)
         limits.check_tokens(tokens, f"the first {number + 1} states with their questions", "state")
         state_ids.append(np.asarray(ids, np.int32))

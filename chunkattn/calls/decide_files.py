@@ -24,7 +24,7 @@ from chunkattn.decisions import (
     Rating,
 )
 from chunkattn.errors import RequestError
-from chunkattn.local_files import MAX_BYTES, check_unique, unique_pairs
+from chunkattn.local_files import check_unique, read_small, unique_pairs
 
 _KEYS = {"predicate": {"yes", "no"}, "choice": {"options"}, "rating": {"levels"}}
 """Keys of a question beside `name`, by the key that holds its text."""
@@ -73,15 +73,11 @@ def read_questions(path: Path) -> list[Question]:
         path: file to read, UTF-8: JSON if its name ends in `.json`, else YAML.
 
     Raises:
-        RequestError: the file cannot be read or is larger than `MAX_BYTES`, or a question is malformed. The message names the
+        RequestError: the file cannot be read or is larger than 16 MiB, or a question is malformed. The message names the
             file and the question.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_BYTES + 1)
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        text = data.decode()
+        text = read_small(path)
         is_json = path.suffix == ".json"
         value = json.loads(text, object_pairs_hook=unique_pairs) if is_json else yaml.load(text, _Loader)  # a safe loader
     except RecursionError:
@@ -130,7 +126,7 @@ def question_of(value: Any, place: str) -> Question:
     if kind == "predicate":
         return Predicate(text, value.get("yes"), value.get("no"), name)
     noun, key = ("options", "value") if kind == "choice" else ("levels", "label")
-    entries = value.get(noun)
+    entries, made = value.get(noun), list[Any]()
     if not isinstance(entries, list):
         raise RequestError(f"{place} needs a list of {noun}, got {_kind(entries)}", param="questions")
     for number, entry in enumerate(entries):
@@ -139,10 +135,9 @@ def question_of(value: Any, place: str) -> Question:
             _check_keys(entry, {key, "description"}, at)
             if key not in entry:
                 raise RequestError(f"{at} needs the key {key!r}", param="questions")
-    described = [(entry[key], entry.get("description")) if isinstance(entry, Mapping) else entry for entry in entries]
-    if kind == "choice":
-        return Choice(text, [Option(*entry) if isinstance(entry, tuple) else entry for entry in described], name)
-    return Rating(text, [Level(*entry) if isinstance(entry, tuple) else entry for entry in described], name)
+            entry = (Option if kind == "choice" else Level)(entry[key], entry.get("description"))
+        made.append(entry)
+    return (Choice if kind == "choice" else Rating)(text, made, name)
 
 
 def _check_keys(value: Mapping[Any, Any], known: set[str], place: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from scipy.special import logsumexp, softmax
 
-from chunkattn.calls.decide_questions import answered, check_names, check_question
+from chunkattn.calls.decide_questions import answered, check_names, check_question, listed_questions, of_state
 from chunkattn.calls.decide_verdict import HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.head_prompts import HeadItem, HeadPrompts
@@ -21,7 +21,6 @@ from chunkattn.errors import RequestError
 from chunkattn.layout import Names
 from chunkattn.models.decision_prompts import AskedOptions
 from chunkattn.outputs import ScoreOutput
-from chunkattn.parsers.arguments import as_list
 from chunkattn.parsers.states import json_state, list_states
 
 Finish = Callable[[Sequence[ScoreOutput]], DecisionOutput]
@@ -56,11 +55,7 @@ def head_call(frontend: Frontend, state: Any, questions: Sequence[Question], opt
         if options.get(name):
             raise RequestError(f"{name} is not for a decision model: {reason}", param=name)
     (rank,) = check_priorities(options["priority"], 1)
-    states, listed = list_states(state), as_list(questions, "questions")
-    if not listed:
-        raise RequestError("questions are empty", param="questions")
-    frontend.limits.check_count(len(listed), "questions", "questions")
-    parts = [f"question {number}" for number in range(len(listed))]
+    states, (listed, parts) = list_states(state), listed_questions(frontend.limits, questions)
     for question, part in zip(listed, parts, strict=True):
         check_question(question, part)
     check_names(listed)
@@ -71,11 +66,8 @@ def head_call(frontend: Frontend, state: Any, questions: Sequence[Question], opt
         return ScoreJob(frontend, calls, finish, 1)
     all_calls, ends, tokens = list[ScoreCall](), list[tuple[int, Finish]](), 0
     for number, entry in enumerate(states):
-        try:
+        with of_state(number):
             calls, finish = make(json_state(entry))
-        except RequestError as error:
-            message = error.message if error.part == "state" else f": {error}"
-            raise type(error)(message, param=error.param, part=f"state {number}") from None
         tokens += sum(call.tokens()[call.algorithm] for call in calls)
         frontend.limits.check_tokens(tokens, f"the first {number + 1} states with their questions", "state")
         all_calls += calls
@@ -100,7 +92,10 @@ def _state_calls(
     priority: int,
 ) -> tuple[list[ScoreCall], Finish]:
     """Return the calls of one state, one for all questions with the same tokens before them, and how they become answers."""
-    items = prompts.items(state, asked, parts)
+    try:
+        items = prompts.items(state, asked, parts)
+    except RecursionError:
+        raise RequestError(" nests too deep", param="state", part="state") from None
     groups: dict[tuple[Any, ...], list[int]] = {}
     for number, item in enumerate(items):
         groups.setdefault((item.prefix, item.reader is None), []).append(number)

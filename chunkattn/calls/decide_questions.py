@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import string
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,8 +27,9 @@ from chunkattn.decisions import (
     Rating,
     RatingAnswer,
 )
+from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import RequestError, shown
-from chunkattn.parsers.arguments import is_list
+from chunkattn.parsers.arguments import as_list, is_list
 from chunkattn.parsers.states import StateTemplate
 
 METHODS = "letters", "likelihood", "separate"
@@ -198,6 +200,37 @@ def ask(question: Any, method: str, labels: AnswerLabels, part: str) -> AskedQue
     if method == "separate":
         return _ask_separately(question, shown, order, labels, part)
     return _ask_letters(question, shown, order, labels)
+
+
+def listed_questions(limits: EngineLimits, questions: Any) -> tuple[list[Any], list[str]]:
+    """Return the questions of a call, which may be malformed, and the name of each for error messages.
+
+    Args:
+        limits: limits of the engine.
+        questions: argument of the caller.
+
+    Raises:
+        RequestError: there are none, or more than `max_items_per_request`.
+    """
+    listed = as_list(questions, "questions")
+    if not listed:
+        raise RequestError("questions are empty", param="questions")
+    limits.check_count(len(listed), "questions", "questions")
+    return listed, [f"question {number}" for number in range(len(listed))]
+
+
+@contextmanager
+def of_state(number: int) -> Iterator[None]:
+    """Name the state in the errors of a `with` statement.
+
+    Args:
+        number: place of the state in a list.
+    """
+    try:
+        yield
+    except RequestError as error:
+        message = error.message if error.part == "state" else f": {error}"
+        raise type(error)(message, param=error.param, part=f"state {number}") from None
 
 
 def check_question(question: Any, part: str) -> None:

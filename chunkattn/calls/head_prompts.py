@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,20 +12,19 @@ import numpy as np
 from jaxtyping import Float32, Float64
 
 from chunkattn.calls.decide_questions import level_of, option_of
-from chunkattn.decisions import Choice, Predicate, Question
+from chunkattn.decisions import Choice, Predicate, Question, Rating
 from chunkattn.errors import ModelError, RequestError
 from chunkattn.models.decision_files import DecisionModel
 from chunkattn.models.decision_heads import LinearHead, PointerHead
 from chunkattn.models.decision_prompts import KINDS, MARK, SPLIT, AskedOptions, flattened, kev_options
-from chunkattn.parsers.decision_text import MarkedEncoder
-from chunkattn.parsers.encode import PlainEncoder
+from chunkattn.parsers.decision_text import Encode, MarkedEncoder
+from chunkattn.parsers.encode import PlainEncoder, num_shared
 
 _SEGMENTS = "<|fim_prefix|>", "<|fim_middle|>", "<|box_start|>", "<|box_end|>", "<|fim_suffix|>"
 """Tokens before a state, a question and an option, and behind an option and a question, in kev's prompts."""
 _CONTROL = re.compile(r"<\|([A-Za-z0-9_]+)\|>")
-_LETTERS = [chr(ord("A") + number) for number in range(26)]
 _PROBES = "a", "0 .", "\u4e2d"
-"""Instructions that begin unlike each other: what their prompts share is the state and what stands before it."""
+"""Texts of questions that begin unlike each other: what their prompts share is the state and what stands before it."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class HeadPrompts:
     def __init__(self, model: DecisionModel, plain: PlainEncoder) -> None:
         self._model, self._plain = model, plain
         self._encode = MarkedEncoder(plain, MARK, SPLIT, sanitizes=model.sanitizes)
-        self._segments: list[int] = []
+        self._segments, self._label_ids = list[int](), dict[str, int | None]()
         if model.form == "kev":
             vocabulary = {} if plain.encode.tokenizer is None else plain.encode.tokenizer.get_vocab()
             if missing := [token for token in _SEGMENTS if token not in vocabulary]:
@@ -119,12 +119,9 @@ class HeadPrompts:
             levels = [level_of(level) for level in question.levels]
             texts = [f"{own.label}: {own.description}" if own.description else own.label for own in levels]
             described = {str(number): text for number, text in enumerate(texts)}
-        labels, count = list(model.labels.get(kind) or (["Yes", "No"] if kind == "noul" else _LETTERS)), len(described)
-        most = len(labels) if model.form != "kev" and not isinstance(model.head, PointerHead) else count
-        if isinstance(model.head, LinearHead):
-            most = min(most, model.head.most(kind))
-        if count > most:
-            text = f" has {count} options, and this model's head has {most} for a {kind}"
+        labels = list(model.labels.get(kind) or (["Yes", "No"] if kind == "noul" else string.ascii_uppercase))
+        if (count := len(described)) > len(labels) and not isinstance(model.head, PointerHead):
+            text = f" has {count} options, and this model's head has {len(labels)} for a {kind}"
             raise RequestError(text, param="questions", part=part)
         labels += [""] * (count - len(labels))
         return AskedOptions(question.name or "", kind, question.text, [*described], labels[:count], [*described.values()])
@@ -142,14 +139,20 @@ class HeadPrompts:
         """
         if self._model.form == "kev":
             return self._segmented(state, asked, parts)
-        prefixes: dict[str, list[int]] = {}
-        made = []
+        wrapped, made = self._encode.wrapped(state), []
+        prefixes: dict[str, tuple[list[int], Encode]] = {}
+        encoders: dict[str, Encode] = {}
         for question, part in zip(asked, parts, strict=True):
-            ids, marks = self._tokens(state, question, part)
             if question.type not in prefixes:
-                probes = [self._tokens(state, _probe(question, text), "state")[0] for text in _PROBES]
-                prefixes[question.type] = _common(probes)
-            made.append(self._cut(ids, marks or [len(ids)], prefixes[question.type], question, part))
+                texts = [self._text(wrapped, self.asked(probe, "state"), part) for probe in _probes(question.type)]
+                if (shared := texts[0][: num_shared(texts)]) not in encoders:
+                    encoders[shared] = self._encode.behind(shared, texts[0], "state", "state")
+                encode = encoders[shared]
+                probes = [encode(text, "state", "state")[0] for text in texts]
+                prefixes[question.type] = probes[0][: num_shared(probes)], encode
+            prefix, encode = prefixes[question.type]
+            ids, marks = encode(self._text(wrapped, question, part), part, "questions")
+            made.append(self._cut(ids, marks or [len(ids)], prefix, question, part))
         return made
 
     def tokens(self, state: Any, questions: Sequence[Question]) -> list[Sequence[int]]:
@@ -164,35 +167,38 @@ class HeadPrompts:
         items = self.items(state, asked, parts)
         return [list(self._model.digest), *([*item.prefix, *item.item, *item.labels] for item in items)]
 
-    def _tokens(self, state: Any, question: AskedOptions, part: str) -> tuple[list[int], list[int]]:
+    def _text(self, state: Any, question: AskedOptions, part: str) -> str:
+        """Return the text of a question's prompt behind a state whose control tokens are wrapped."""
         model, wrapped = self._model, self._encode.wrapped
-        fields = AskedOptions(**{name: wrapped(value) for name, value in asdict(question).items()})
+        fields = AskedOptions(**wrapped(asdict(question)))
         tokenizer = self._plain.encode.tokenizer
         if tokenizer is None:
             raise RequestError("a decision model's prompts need a tokenizer, and this engine has none", param="questions")
         if model.form == "text":
             assert model.write is not None
-            text = model.write(wrapped(state), fields)
-        else:
-            content, variables = "", {"chat_template": model.template, "state": wrapped(state), "question": asdict(fields)}
-            if model.write is not None:
-                content, variables = model.write(wrapped(state), fields), {}
-            options = {"add_generation_prompt": True, "enable_thinking": False, **variables}
-            try:
-                text = str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, **options))
-            except Exception as error:  # templates are programs and may raise anything
-                raise RequestError(f": the model's template failed: {error}", param="questions", part=part) from error
-        return self._encode(text, part, "questions")
+            return model.write(state, fields)
+        content, variables = "", {"chat_template": model.template, "state": state, "question": asdict(fields)}
+        if model.write is not None:
+            content, variables = model.write(state, fields), {}
+        options = {"add_generation_prompt": True, "enable_thinking": False, **variables}
+        try:
+            return str(tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False, **options))
+        except Exception as error:  # templates are programs and may raise anything
+            raise RequestError(f": the model's template failed: {error}", param="questions", part=part) from error
 
     def _cut(self, ids: list[int], marks: list[int], shared: list[int], question: AskedOptions, part: str) -> HeadItem:
         """Return the prompt of a question, cut behind what it shares with others and behind the last token that is read."""
         head, count = self._model.head, len(question.options)
         wanted = count + 1 if isinstance(head, PointerHead) else 1
-        if len(marks) != wanted or not marks[0]:
-            text = f": the model's template writes {len(marks)} marks for {count} options, and its head reads {wanted}"
-            raise RequestError(text, param="questions", part=part)
+        fault = ""
+        if len(marks) != wanted:
+            fault = f"writes {len(marks)} marks for {count} options, and its head reads {wanted}"
+        elif marks[0] < min(wanted, 2):  # a row of several is read behind the prefix, which has a token
+            fault = f"writes its first mark behind {marks[0]} tokens; put text before it"
+        if fault:
+            raise RequestError(f": the model's template {fault}", param="questions", part=part)
         end = marks[-1]
-        cut = max(1, min(len(_common([ids, shared])), marks[0] - 1))
+        cut = max(1, min(num_shared([ids, shared]), marks[0] - 1))
         return self._made(ids[:cut], ids[cut:end], [end - mark + 1 for mark in marks], question)
 
     def _made(self, prefix: list[int], item: list[int], backs: list[int], question: AskedOptions) -> HeadItem:
@@ -202,11 +208,16 @@ class HeadPrompts:
         return HeadItem(tuple(prefix), item, reader, labels, model.temperature.get(question.type, 1.0))
 
     def _labels(self, question: AskedOptions) -> tuple[int, ...]:
-        ids = [self._plain.encode(label) for label in question.labels]
-        if any(len(own) != 1 for own in ids) or len({own[0] for own in ids}) != len(ids):
+        for label in question.labels:
+            if label not in self._label_ids:
+                ids = self._plain.encode(label)
+                unknown = getattr(self._plain.encode.tokenizer, "unk_token_id", None)
+                self._label_ids[label] = None if len(ids) != 1 or ids[0] == unknown else ids[0]
+        found = [token for label in question.labels if (token := self._label_ids[label]) is not None]
+        if len({*found}) != len(question.labels):
             shown = ", ".join(question.labels)
             raise RequestError(f"the labels {shown} of this decision model are not different single tokens", param="questions")
-        return tuple(own[0] for own in ids)
+        return tuple(found)
 
     def _segmented(self, state: Any, asked: Sequence[AskedOptions], parts: Sequence[str]) -> list[HeadItem]:
         """Return kev's prompts: `[state] state`, then `[question] text ([option] text [end]) ... [decide]`."""
@@ -227,16 +238,11 @@ class HeadPrompts:
         return self._plain.encode(_CONTROL.sub("<\u00a6\\1\u00a6>", text), name, param)
 
 
-def _probe(question: AskedOptions, text: str) -> AskedOptions:
-    options = [text + option for option in question.options] if question.type == "choice" else question.options
-    return AskedOptions(question.name, question.type, text, options, question.labels, question.descriptions)
-
-
-def _common(lists: Sequence[Sequence[int]]) -> list[int]:
-    """Return the longest beginning that all lists share."""
-    first = list(lists[0])
-    for other in lists[1:]:
-        length = min(len(first), len(other))
-        differs = np.flatnonzero(np.asarray(first[:length]) != np.asarray(other[:length]))
-        first = first[: int(differs[0]) if len(differs) else length]
-    return first
+def _probes(kind: str) -> Sequence[Question]:
+    """Return a question of a kind with each text of `_PROBES`, everywhere. They depend on no question of a caller."""
+    match kind:
+        case "noul":
+            return [Predicate(text, text, text, text) for text in _PROBES]
+        case "choice":
+            return [Choice(text, [text, text + "b"], text) for text in _PROBES]
+    return [Rating(text, [text, text + "b"], text) for text in _PROBES]

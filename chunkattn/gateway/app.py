@@ -156,6 +156,7 @@ class Gateway:
             name: {
                 "ready": state.is_ready,
                 "responsive": state.is_responsive,
+                "decide_method": state.decide_method,
                 "generation": None if state.report is None else state.report.generation,
             }
             for name, state in self.watch.states.items()

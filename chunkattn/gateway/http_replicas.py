@@ -70,12 +70,13 @@ def _place(url: str) -> tuple[object, ...]:
 
 
 class _Plain(NamedTuple):
-    """Start, capacity in tokens and adapters of a replica without `/v1/cache/report`, and until when they count."""
+    """Fields of `Report` of a replica without `/v1/cache/report`, and until when they count."""
 
     started: str = ""
     capacity: int | None = None
     until: float = 0.0
     adapters: tuple[str, ...] = ()
+    decide_method: str | None = None
 
 
 class _Running:
@@ -288,18 +289,17 @@ class HttpReplicas:
             generation = f"{answer.get('started', '')} {answer.get('engine_restarts', '')}"
         plain = self._plain.get(name, _Plain())
         if status == 200 and time.monotonic() > plain.until:
-            started, capacity, adapters = plain.started, plain.capacity, plain.adapters
+            started, capacity, models = plain.started, plain.capacity, (plain.adapters, plain.decide_method)
             metrics_status, text = await self._get(name, "/metrics")
             if metrics_status == 200:
                 started, capacity = _read_metrics(text.decode("utf-8", "replace"))
             models_status, listed = await self._get(name, "/v1/models")
             if models_status == 200:
-                adapters = _read_adapters(listed)
-            plain = self._plain[name] = _Plain(started, capacity, time.monotonic() + _METRICS_S, adapters)
+                models = _read_models(listed)
+            plain = self._plain[name] = _Plain(started, capacity, time.monotonic() + _METRICS_S, *models)
         ready = status == 200 or unresponsive
-        return Report(
-            f"{generation} {plain.started}", ready, plain.capacity, responsive=not unresponsive, adapters=plain.adapters
-        )
+        _, capacity, _, adapters, method = plain
+        return Report(f"{generation} {plain.started}", ready, capacity, {}, not unresponsive, adapters, method)
 
     async def metrics(self, name: str) -> str:
         """Return the metrics of a replica in Prometheus's text format.
@@ -397,17 +397,20 @@ def _read_report(body: bytes) -> tuple[Report, int]:
         capacity = None if fields.get("capacity") is None else int(fields["capacity"])
         ready, responsive = bool(fields["ready"]), bool(fields.get("responsive", True))
         adapters = tuple(map(str, fields.get("adapters") or ()))
-        report = Report(str(fields["generation"]), ready, capacity, held, responsive, adapters)
+        method = fields.get("decide_method") and str(fields["decide_method"])
+        report = Report(str(fields["generation"]), ready, capacity, held, responsive, adapters, method)
         return report, int(fields.get("version", 0))
     except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None
 
 
-def _read_adapters(body: bytes) -> tuple[str, ...]:
-    """Return the names of the adapters in a list of models, those with a `parent`; nothing of another body."""
+def _read_models(body: bytes) -> tuple[tuple[str, ...], str | None]:
+    """Return the names of the adapters in a list of models, those with a `parent`, and the method of decisions by default."""
     with suppress(msgspec.DecodeError, TypeError, AttributeError, KeyError):
-        return tuple(str(model["id"]) for model in msgspec.json.decode(body)["data"] if model.get("parent"))
-    return ()
+        models = msgspec.json.decode(body)["data"]
+        methods = [str(model["decide_method"]) for model in models if model.get("decide_method")]
+        return tuple(str(model["id"]) for model in models if model.get("parent")), next(iter(methods), None)
+    return (), None
 
 
 def _read_metrics(text: str) -> tuple[str, int | None]:

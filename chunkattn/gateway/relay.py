@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +22,7 @@ from chunkattn.gateway.retries import NOT_BEGUN, error_code, pause_s
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
 from chunkattn.request_record import RECORD
-from chunkattn.schema.parts import documents_of
+from chunkattn.schema.parts import decides_by_default, documents_of
 from chunkattn.schema.piece_keys import Keys, keys_of
 from chunkattn.web.bodies import SMALL_BODY, UnreadableError, is_json, is_quick
 from chunkattn.web.content_codings import codings_of
@@ -110,30 +110,31 @@ class Relay:
         progress = _Answering()
         try:
             async with time_limit(receive, self._config.request_timeout_s):
-                request, keys = await self._read(scope, body)
-                await self._relay(request, keys, send, progress)
+                request, keys, by_default = await self._read(scope, body)
+                await self._relay(request, keys, by_default, send, progress)
         except ClientLeftError:
             return
         except TimeLimitError as error:
             await _end(progress, error, send)
 
-    async def _read(self, scope: Scope, body: bytes) -> tuple[Outgoing, Keys]:
-        """Return the request to a replica, and its routing keys.
+    async def _read(self, scope: Scope, body: bytes) -> tuple[Outgoing, Keys, bool]:
+        """Return the request to a replica, its routing keys, and whether the default method of decisions answers it.
 
         Raises:
             ApiError: the body cannot be read, is too large, or names a document that is not stored.
         """
         path, headers = scope["path"], dict(scope["headers"])
-        listed, keys = outgoing_headers(scope), Keys()
+        listed, keys, by_default = outgoing_headers(scope), Keys(), "/v1/models" in path
         if body and scope["method"] == "POST" and is_json(headers.get(b"content-type", b"application/json").decode("latin-1")):
-            resolved, keys = await self._resolved(scope, path, body, headers.get(b"authorization", b"").decode("latin-1"))
+            authorization = headers.get(b"authorization", b"").decode("latin-1")
+            resolved, keys, by_default = await self._resolved(scope, path, body, authorization)
             if resolved is not None:
                 body, listed = resolved, [(name, value) for name, value in listed if name != b"content-encoding"]
         raw = (scope.get("raw_path") or path.encode()).decode("latin-1")
-        return Outgoing(scope["method"], raw, scope.get("query_string", b""), listed, body), keys
+        return Outgoing(scope["method"], raw, scope.get("query_string", b""), listed, body), keys, by_default
 
-    async def _resolved(self, scope: Scope, path: str, body: bytes, authorization: str) -> tuple[bytes | None, Keys]:
-        """Return a body with texts in the places of ids, None for one without ids, and the routing keys.
+    async def _resolved(self, scope: Scope, path: str, body: bytes, authorization: str) -> tuple[bytes | None, Keys, bool]:
+        """Return a body with texts in the places of ids, None for one without ids; and what `_read` returns beside it.
 
         Raises:
             ApiError: see `_read`.
@@ -146,26 +147,26 @@ class Relay:
         try:
             value, added = await self._bodies.decode(scope, body, measured)
         except UnreadableError:  # the replica answers with the proper error
-            return None, Keys()
+            return None, Keys(), False
         if added > self._config.max_body_bytes:
             raise too_large(self._config.max_body_bytes)
         if added:
             caller: Caller = scope["state"]["caller"]
             await caller.hold_bytes(len(body) + added, self._config.request_timeout_s)
 
-        def prepared() -> tuple[bytes | None, Keys]:
+        def prepared() -> tuple[bytes | None, Keys, bool]:
             resolved = self._documents.resolve(path, value, authorization)
             keys = keys_of(
                 path, resolved, authorization, separator=self._options.chunk_separator, adapters=self._watch.adapters
             )
-            return None if resolved is value else msgspec.json.encode(resolved), keys
+            return None if resolved is value else msgspec.json.encode(resolved), keys, decides_by_default(path, value)
 
         for document in documents_of(path, value)[:1]:
             self._measure.offer(document.get("text") if isinstance(document, Mapping) else document)
         quick = added <= SMALL_BODY and not codings_of(scope["headers"]) and is_quick(body)
         return await self._bodies.in_turn(prepared, quick=quick)
 
-    async def _relay(self, request: Outgoing, keys: Keys, send: Send, progress: _Answering) -> None:
+    async def _relay(self, request: Outgoing, keys: Keys, by_default: bool, send: Send, progress: _Answering) -> None:
         """Send a request to one replica after the other until one answers.
 
         Raises:
@@ -175,11 +176,11 @@ class Relay:
         bad_status: BadStatusError | None = None
         left_s, left = self._options.replica_wait_s, self._options.max_tries
         while left:
-            names = self._candidates(tried)
+            names = self._candidates(tried, by_default)
             may_wait = bad_status is None and (refusal is None or refusal[0]["status"] == 503)
-            if not names and may_wait and left_s > 0 and self._may_come(tried):
+            if not names and may_wait and left_s > 0 and self._may_come(tried, by_default):
                 began = time.monotonic()
-                names = await self._wait(tried, left_s)
+                names = await self._wait(tried, by_default, left_s)
                 left_s -= time.monotonic() - began
             if not names:
                 break
@@ -192,7 +193,7 @@ class Relay:
                 await self._pause(min(pause_s(attempts.count - 1), max(left_s, 0.0)))
                 left_s -= time.monotonic() - began
             attempts.count, attempts.at = attempts.count + 1, float("inf")
-            others = left > 1 and bool(self._candidates(tried))
+            others = left > 1 and bool(self._candidates(tried, by_default))
             elsewhere = {503: left_s > 0 or others, 429: others}
             left -= 1
             began = time.monotonic()
@@ -229,31 +230,39 @@ class Relay:
         if bad_status is not None:
             raise ApiError(502, str(bad_status), code="bad_gateway")
         code = "engine_not_ready" if tried else "no_replica"
+        if not tried and by_default and self._candidates(tried, False):
+            method = self._watch.decide_method
+            reason = f"no replica that decides by {method}, as most do, takes requests; name a method to ask the others"
         raise ApiError(503, f"{reason}; try again", code=code)
 
-    def _candidates(self, tried: Mapping[str, _Tried]) -> list[str]:
+    def _candidates(self, tried: Mapping[str, _Tried], by_default: bool) -> list[str]:
         """Return the replicas to send to: those not tried yet, or else those that refused it unread and have reported since.
 
-        A replica that may have begun with the request gets it only once: the request may be what ended the replica.
+        A replica that may have begun with the request gets it only once: the request may be what ended the replica. Decisions
+        by the default method never go to a replica of another one.
         """
-        states = self._watch.states
+        states, others = self._watch.states, self._others(by_default)
 
         def may(name: str) -> bool:
             before = tried.get(name)
-            return before is None or (not before.begun and states[name].heard > before.at)
+            return name not in others and (before is None or (not before.begun and states[name].heard > before.at))
 
         names = self._watch.candidates(may)
         return [name for name in names if name not in tried] or names
 
-    def _may_come(self, tried: Mapping[str, _Tried]) -> bool:
+    def _others(self, by_default: bool) -> Collection[str]:
+        """Return the replicas that decide by another method than most, for a request that the default method answers."""
+        return self._watch.deciding_otherwise() if by_default else ()
+
+    def _may_come(self, tried: Mapping[str, _Tried], by_default: bool) -> bool:
         """Return whether there is a replica that may take the request later, or none at all at the moment."""
-        names = self._watch.states.keys()
+        names = self._watch.states.keys() - self._others(by_default)
         return not names or any(name not in tried or not tried[name].begun for name in names)
 
-    async def _wait(self, tried: Mapping[str, _Tried], seconds: float) -> list[str]:
+    async def _wait(self, tried: Mapping[str, _Tried], by_default: bool, seconds: float) -> list[str]:
         """Return the replicas to send to as soon as there is one; none after `seconds`."""
         with self._metrics.waiting.track_inprogress(), _waiting():
-            return await self._watch.until(lambda: self._candidates(tried), seconds)
+            return await self._watch.until(lambda: self._candidates(tried, by_default), seconds)
 
     async def _pause(self, seconds: float) -> None:
         with self._metrics.waiting.track_inprogress(), _waiting():

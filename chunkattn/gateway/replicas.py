@@ -52,6 +52,7 @@ class Report:
         held: sizes by key of the pieces that it was sent since the last report, by all gateways, the last one last.
         responsive: False while its engine gives no sign of life, or is in an unusually long step.
         adapters: names of the adapters that requests may name as their model.
+        decide_method: method of its decisions by default; None if unknown.
     """
 
     generation: str
@@ -60,6 +61,7 @@ class Report:
     held: Mapping[int, int] = field(default_factory=dict)
     responsive: bool = True
     adapters: tuple[str, ...] = ()
+    decide_method: str | None = None
 
 
 class Replicas(Protocol):

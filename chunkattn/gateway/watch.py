@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,6 +48,11 @@ class ReplicaState:
     def is_ready(self) -> bool:
         """Return whether the replica takes requests."""
         return self.report is not None and self.report.ready and not self.lost
+
+    @property
+    def decide_method(self) -> str | None:
+        """Return the replica's default method of decisions, as last told; None if unknown."""
+        return None if self.report is None else self.report.decide_method
 
     @property
     def is_responsive(self) -> bool:
@@ -99,6 +105,20 @@ class Watch:
     def adapters(self) -> set[str]:
         """Return the names of all adapters of the replicas, as last told."""
         return {name for state in self.states.values() if state.report is not None for name in state.report.adapters}
+
+    @property
+    def decide_method(self) -> str | None:
+        """Return the default method of decisions of most replicas, as last told, lost ones included; None if none tells it.
+
+        Of methods of equally many, the first by name counts, so gateways that share nothing agree.
+        """
+        told = Counter(state.decide_method for state in self.states.values())
+        return min(filter(None, told), key=lambda method: (-told[method], method), default=None)
+
+    def deciding_otherwise(self) -> set[str]:
+        """Return the names of the replicas whose default method of decisions is known and not `decide_method`."""
+        method = self.decide_method
+        return {name for name, state in self.states.items() if state.decide_method not in (None, method)}
 
     def ready(self) -> list[str]:
         """Return the names of the replicas that take requests and whose engines answer."""
@@ -202,6 +222,7 @@ class Watch:
         if (state := self.states.get(name)) is None:
             return
         before, was_ready, was_responsive = state.report, state.is_ready, state.is_responsive
+        former_method = state.decide_method
         state.report, state.heard, state.lost, state.down, state.failures = report, time.monotonic(), False, False, 0
         restarted = before is not None and before.generation != report.generation
         if restarted:
@@ -214,6 +235,11 @@ class Watch:
             logger.info("replica %s is %s", name, "ready" if state.is_ready else "not ready")
         if state.is_ready and was_ready and state.is_responsive != was_responsive:
             logger.info("the engine of replica %s %s", name, "answers again" if state.is_responsive else "does not answer")
+        if state.decide_method != former_method and (others := self.deciding_otherwise()):
+            logger.warning(
+                "most replicas decide by %s, and %s by another method: they get no decisions by the default; set decide_method",
+                *(self.decide_method, ", ".join(sorted(others))),
+            )
         if restarted or (state.is_ready and not was_ready):
             self._tell([name])
         self._announce()

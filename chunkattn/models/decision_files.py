@@ -15,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from safetensors import SafetensorError, safe_open
 
 from chunkattn.errors import ModelError
-from chunkattn.local_files import MAX_BYTES, cause_of, is_present, read_object, read_present
+from chunkattn.local_files import cause_of, is_present, read_object, read_present, read_small
 from chunkattn.models.decision_heads import POINTER, LinearHead, PointerHead, checked, make_pointer
 from chunkattn.models.decision_prompts import DECIDERS, KINDS, Write, decider, generic, judge
 from chunkattn.models.torch_file import read_torch
@@ -26,6 +26,7 @@ _JOINT = "joint_head_config.json", "joint_head.safetensors"
 DECISION_FILES = (_CODES, _JUDGE, _SETTINGS, _TEMPLATE, _HEAD, _READOUT, _TORCH, *_JOINT)
 """Files any of which makes a folder a decision model."""
 _SEES = "its questions see each other, and here every question is answered as if it were asked alone"
+_ENVIRONMENT = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
 Form = Literal["kev", "template", "text", "chat"]
 """Form of a prompt: kev's segments of tokens, a Jinja template, a text, or a user message in the chat template."""
 
@@ -82,20 +83,20 @@ def read_decision(folder: Path, hidden: int, kind: str) -> DecisionModel | None:
         return None
     if any(is_present(folder / name) for name in _JOINT):
         raise ModelError(f"{folder}: the joint head of Clef is not supported: {_SEES}")
-    template = _read_template(folder / _TEMPLATE)
     codes = read_present(folder / _CODES)
     if "codes" in codes:
         return _read_codes(folder, codes, hidden)
     if is_present(folder / _JUDGE):
         return _read_judge(folder, hidden, kind)
     settings = _Settings(folder / _SETTINGS)
-    head = _read_pointer(folder, hidden)
+    template, head = settings.template, _read_pointer(folder, hidden)
     if head is not None:
         pointer, temperature = head
         return DecisionModel(
             pointer,
             "template" if template else "kev",
             template,
+            labels=settings.labels,
             temperature=settings.temperature or temperature,
             noul_options=settings.noul_options or ("false", "true"),
             sanitizes=settings.sanitizes,
@@ -103,7 +104,7 @@ def read_decision(folder: Path, hidden: int, kind: str) -> DecisionModel | None:
         )
     if not template and not is_present(folder / _SETTINGS):
         names = ", ".join(name for name in DECISION_FILES if is_present(folder / name))
-        raise ModelError(f"{folder}: {names} without {_CODES}, {_JUDGE} or {_SETTINGS}; get the folder again")
+        raise ModelError(f"{folder}: {names} without codes in {_CODES}, {_JUDGE} or {_SETTINGS}; get the folder again")
     return DecisionModel(
         None,
         "template" if template else "chat",
@@ -132,7 +133,9 @@ class _Settings:
         labels, options = fields.get("labels") or {}, fields.get("noul_options")
         if not isinstance(labels, dict) or not all(isinstance(entry, list) for entry in labels.values()):
             raise ModelError(f"{file}: labels must be lists of texts by kind of question, got {labels!r}")
-        self.labels = {kind: _texts(entry, f"{file}: labels.{kind}") for kind, entry in labels.items()}
+        self.labels = {kind: _texts(entry, f"{file}: labels.{kind}") for kind, entry in labels.items() if entry}
+        own, field = _read_template(file.with_name(_TEMPLATE)), fields.get("chat_template") or ""
+        self.template = _checked_template(own or field, str(file.with_name(_TEMPLATE)) if own else f"{file}: chat_template")
         self.temperature = temperatures(fields.get("temperature") or {}, f"{file}: temperature")
         if options is not None and (not isinstance(options, list) or sorted(map(str, options)) != ["false", "true"]):
             raise ModelError(f'{file}: noul_options must order "true" and "false", got {options!r}')
@@ -159,7 +162,12 @@ def _read_codes(folder: Path, fields: Mapping[str, Any], hidden: int) -> Decisio
     rows = weight.shape[0] if weight.ndim else 0
     if rows < len(codes):
         raise ModelError(f"{folder / _READOUT} has {rows} rows for the {len(codes)} codes in {file}; get the files again")
-    head = LinearHead(checked(weight, (rows, hidden), f"{folder / _READOUT}: 'weight'"), None, dict.fromkeys(KINDS, 0))
+    bias = tensors.get("bias", tensors.get("proj.bias"))
+    head = LinearHead(
+        checked(weight, (rows, hidden), f"{folder / _READOUT}: 'weight'"),
+        None if bias is None else checked(bias, (rows,), f"{folder / _READOUT}: 'bias'"),
+        dict.fromkeys(KINDS, 0),
+    )
     shared = temperatures(dict.fromkeys(KINDS, fields.get("temperature", 1.0)), f"{file}: temperature")
     return DecisionModel(
         head,
@@ -281,23 +289,29 @@ def _read_template(file: Path) -> str:
     """Return the text of a decision template; an empty one where there is no file.
 
     Raises:
-        ModelError: the file cannot be read, has a fault, or asks all questions in one prompt.
+        ModelError: the file cannot be read.
     """
-    if not is_present(file):
-        return ""
     try:
-        if file.stat().st_size > MAX_BYTES:
-            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-        text = file.read_text(encoding="utf-8")
-        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-        names = meta.find_undeclared_variables(environment.parse(text))
-    except (OSError, ValueError, TemplateError, RecursionError) as error:
+        return read_small(file) if is_present(file) else ""
+    except (OSError, ValueError) as error:
         raise ModelError(f"{file} cannot be read: {error}") from None
+
+
+def _checked_template(text: Any, place: str) -> str:
+    """Return the text of a decision template; an empty one for none.
+
+    Raises:
+        ModelError: the text has a fault, or asks all questions in one prompt.
+    """
+    try:
+        names = meta.find_undeclared_variables(_ENVIRONMENT.parse(text)) if text else {"state", "question"}
+    except (TypeError, TemplateError, RecursionError) as error:
+        raise ModelError(f"{place} cannot be read: {error}") from None
     if "questions" in names:
-        raise ModelError(f"{file} writes all questions into one prompt, which is not supported: {_SEES}")
+        raise ModelError(f"{place} writes all questions into one prompt, which is not supported: {_SEES}")
     if not {"state", "question"} <= names:
-        raise ModelError(f"{file} must read state and question, and reads {', '.join(sorted(names)) or 'nothing'}")
-    return text
+        raise ModelError(f"{place} must read state and question, and reads {', '.join(sorted(names)) or 'nothing'}")
+    return str(text)
 
 
 def _read_tensors(file: Path) -> dict[str, np.ndarray]:

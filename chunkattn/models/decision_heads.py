@@ -46,11 +46,6 @@ class LinearHead:
             scores = scores + self.bias[rows]
         return np.asarray(scores if self.cap is None else self.cap * np.tanh(scores / self.cap))
 
-    def most(self, kind: str) -> int:
-        """Return the maximum number of options of a question of a kind."""
-        later = [start for start in self.starts.values() if start > self.starts[kind]]
-        return min([len(self.weight), *later]) - self.starts[kind]
-
 
 @dataclass(frozen=True, eq=False)
 class PointerHead:

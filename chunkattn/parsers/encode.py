@@ -349,10 +349,15 @@ class _Renamed(NamedTuple):
         return ids
 
 
+def num_shared(sequences: Sequence[Any]) -> int:
+    """Return the length of the longest beginning that texts, or lists of token ids, have in common."""
+    low, high = min(sequences), max(sequences)
+    return next((place for place, (a, b) in enumerate(zip(low, high)) if a != b), len(low))
+
+
 def _any_of(texts: Sequence[str]) -> str:
     """Return a pattern that matches the longest of some texts, in time independent of their number."""
-    low, high = min(texts), max(texts)
-    prefix = low[: next((i for i, (a, b) in enumerate(zip(low, high)) if a != b), len(low))]
+    prefix = texts[0][: num_shared(texts)]
     rests = sorted({text[len(prefix) :] for text in texts} - {""})
     if not rests:
         return re.escape(prefix)

@@ -68,6 +68,7 @@ class Route(NamedTuple):
         named: form in which a document takes the place of its id: its content, its text, or an object to rank.
         salts: fields of the salt; the first that is given counts.
         is_cached: whether a cache holds the prompts of a request afterwards.
+        decides: whether the bodies ask for decisions.
     """
 
     read: Callable[[Object, str | None], tuple[Sequence[Prompt], Sequence[Any]]]
@@ -75,6 +76,7 @@ class Route(NamedTuple):
     named: Literal["content", "text", "ranked"] | None = "content"
     salts: tuple[str, ...] = ("cache_salt",)
     is_cached: bool = True
+    decides: bool = False
 
     def salt(self, body: Object) -> str | None:
         """Return the salt that a body gives, or None."""
@@ -124,6 +126,12 @@ def documents_of(path: str, body: Any) -> Sequence[Any]:
     """Return the documents of a body as they were sent, for any path and body."""
     route = route_of(path)
     return () if route is None else route.documents(body)
+
+
+def decides_by_default(path: str, body: Any) -> bool:
+    """Return whether a body asks for decisions by the default method of the replica that answers."""
+    route = route_of(path)
+    return route is not None and route.decides and isinstance(body, Mapping) and body.get("method", "auto") == "auto"
 
 
 # Documents and messages
@@ -304,8 +312,8 @@ ROUTES: dict[str, Route] = {
     "/score": _PAIRS,
     "/generative_scoring": Route(_score, (), named=None),
     **dict.fromkeys(RERANK_PATHS, _RERANK),
-    "/v1/decisions": Route(_decisions, salts=("cache_salt", "prompt_cache_key")),
-    "/v1/systemone": Route(_system_one),
+    "/v1/decisions": Route(_decisions, salts=("cache_salt", "prompt_cache_key"), decides=True),
+    "/v1/systemone": Route(_system_one, decides=True),
     "/inspect": Route(_completion, _CHUNKS, is_cached=False),
     "/tokenize": Route(_tokenized, (), named=None, is_cached=False),
 }

@@ -73,4 +73,5 @@ class CacheReports:
             "version": self._version,
             "held": held[::-1],
             "adapters": list(self._llm.config.lora_names),
+            "decide_method": self._llm.decide_method,
         }

@@ -227,11 +227,11 @@ def test_a_plain_replica_is_read_by_its_health_and_metrics():
         a.texts = {
             "/health": b"{}",
             "/metrics": f"process_start_time_seconds 1.5e+09\nvllm:cache_config_info{{{labels}}} 1.0\n".encode(),
-            "/v1/models": b'{"data": [{"id": "base"}, {"id": "a", "parent": "base"}]}',
+            "/v1/models": b'{"data": [{"id": "base"}, {"id": "a", "parent": "base", "decide_method": "head"}]}',
         }
         async with rig(a) as made:
             report = made.gateway.watch.states[a.url].report
-            assert (report.ready, report.capacity, report.adapters) == (True, 800, ("a",))
+            assert (report.ready, report.capacity, report.adapters, report.decide_method) == (True, 800, ("a",), "head")
             assert "1.5e+09" in report.generation
             await until(lambda: a.asked.count("/health") > 3)
             assert a.asked.count("/metrics") == 1, "its metrics are long"

@@ -38,9 +38,10 @@ def test_a_replica_has_started_when_it_takes_requests(fails, monkeypatch):
 )
 def test_a_report_tells_a_replica_in_a_long_step_from_one_that_takes_no_requests(status, ready, responsive):
     def told(since):
-        return {"generation": "1", "capacity": 1, "held": [[7, 8]], "version": since + 1, "adapters": ["a"]}
+        models = {"adapters": ["a"], "decide_method": "letters"}
+        return {"generation": "1", "capacity": 1, "held": [[7, 8]], "version": since + 1, **models}
 
     made = SimpleNamespace(_state=SimpleNamespace(probe=lambda *, warm: status, reports=SimpleNamespace(report=told)))
     report, version = asyncio.run(Replica.report(made, 4))
     assert (report.ready, report.responsive, report.held, version) == (ready, responsive, {7: 8}, 5)
-    assert report.adapters == ("a",)
+    assert (report.adapters, report.decide_method) == (("a",), "letters")

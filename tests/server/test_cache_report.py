@@ -83,6 +83,7 @@ def test_what_is_sent_is_reported_by_its_routing_key_the_last_one_last(llm, engi
             first = (await http.get(REPORT)).json()
             assert first["held"] == logged(stored)
             assert (first["capacity"], first["ready"], first["responsive"]) == (llm.limits.kv_tokens, True, True)
+            assert first["decide_method"] == llm.decide_method == "letters"
             await post(http, STORED, salted)
             assert (await http.post(STORED, json=refused)).status_code == 400
             later = (await http.get(REPORT, params={"since": first["version"]})).json()

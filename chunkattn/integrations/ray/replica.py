@@ -108,8 +108,8 @@ class Replica(ReloadsKeys):
         """
         report, status = self._state.reports.report(since), self._state.probe(warm=False)
         ready, responsive = status in ("ready", "unresponsive"), status != "unresponsive"
-        held, adapters = dict(report["held"]), tuple(report["adapters"])
-        return Report(report["generation"], ready, report["capacity"], held, responsive, adapters), report["version"]
+        held, adapters, method = dict(report["held"]), tuple(report["adapters"]), report["decide_method"]
+        return Report(report["generation"], ready, report["capacity"], held, responsive, adapters, method), report["version"]
 
     async def metrics(self, to: Any = None) -> str:
         """Return the metrics of engine and application in Prometheus's text format.
