@@ -22,7 +22,7 @@ from chunkattn.models.loader import open_files, open_shape
 from chunkattn.models.packed import Packed
 from chunkattn.models.packing import Packing
 from chunkattn.models.quantized_config import quantization_of
-from chunkattn.models.quantized_formats import FORMATS, Scheme, decode_mxfp4
+from chunkattn.models.quantized_formats import FORMATS, Scheme
 from chunkattn.models.quantized_matrix import Matrix
 from tests.fuzz.folders import SINGLE, TOLERANCE, dense_logits, numbered, tensors_of, transformers_logits, write
 from tests.quantised_folders import KINDS, PACKED, is_linear, quantise
@@ -138,22 +138,23 @@ def test_blocks_of_fp8_by_transformers(shape):
 
 def test_blocks_of_mxfp4_by_transformers():
     rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (3, 5, 4, 16)).astype(np.uint8)
-    scales = rng.integers(0, 254, (3, 5, 4)).astype(np.uint8)
-    expected = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
-    np.testing.assert_array_equal(decode_mxfp4(blocks, scales), expected.transpose(1, 2).numpy())
-    assert np.isnan(decode_mxfp4(blocks[..., :1, :], np.full((3, 5, 1), 255, np.uint8))).all()
+    blocks = torch.from_numpy(rng.integers(0, 256, (5, 4, 16)).astype(np.uint8))
+    scales = torch.from_numpy(rng.integers(0, 254, (5, 4)).astype(np.uint8))
+    expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
+    tensors = {"weight_packed": view(blocks.reshape(5, 64)), "weight_scale": view(scales)}
+    found = Matrix(Scheme("MXFP4", 4, (1, 32)), tensors, "folder").read(np.dtype(np.float32))
+    np.testing.assert_array_equal(found, expected.numpy())
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("ct") and "ordered" not in kind])
 def test_matrices_by_compressed_tensors(kind):
     """The package takes no order of inputs any more."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
     made = KINDS[kind].make(np.random.default_rng(1), 64, 128)
     group = KINDS[kind].config["config_groups"]["group_0"]
-    compressor = compressors.BaseCompressor.get_value_from_registry(KINDS[kind].config["format"])
+    compressor = BaseCompressor.get_value_from_registry(KINDS[kind].config["format"])
     found = compressor.decompress(made.tensors, QuantizationScheme(**group))["weight"]
     expected = torch.from_numpy(np.ascontiguousarray(made.values)).to(found.dtype)
     assert torch.equal(found, expected)
@@ -280,7 +281,7 @@ def test_the_settings_are_part_of_the_weights_sample(damaged, folders):
 
 
 def traced_peak(folder):
-    """Largest memory of the host during a load, without JAX's own, which is that of finished weights."""
+    """Largest memory of the host during a load: finished weights, which JAX takes over, and one tensor."""
     files = open_files(EngineConfig(model=str(folder), dtype="bfloat16", skip_tokenizer_init=True))
     files.load()  # imports
     tracemalloc.start()
