@@ -210,6 +210,7 @@ KINDS = {
     ),
     "ct-mxfp4": Kind(compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), mxfp4),
     "modelopt": Kind({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head*"]}, modelopt),
+    "modelopt-fp8": Kind({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _with(fp8, shape=())),
     "awq": Kind({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}, awq),
     "awq-columns": Kind(
         {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "GEMM"}, _with(awq, group=None)

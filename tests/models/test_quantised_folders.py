@@ -273,6 +273,46 @@ def test_modelopt_has_a_file_of_its_own(folders, tmp_path):
     np.testing.assert_allclose(dense_logits(load(copy)), transformers_logits(twin), atol=TOLERANCE)
 
 
+def scales_of_cache(*, names, shape=()):
+    def change(tensors):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}": torch.full(shape, 0.5) for layer in (0, 1) for name in names}
+
+    return change
+
+
+FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "changes"),
+    [
+        ("modelopt", ("k_proj.k_scale", "v_proj.v_scale"), {"kv_cache_scheme": FLOAT8}),
+        ("modelopt-fp8", ("k_proj.k_scale", "v_proj.v_scale"), {"kv_cache_quant_algo": "FP8"}),
+        ("ct-fp8-channel", ("k_scale", "v_scale"), {"kv_cache_scheme": FLOAT8 | {"strategy": "tensor", "symmetric": True}}),
+        ("fp8", ("kv_scale",), {}),
+        ("ct-nvfp4", (), {"kv_cache_scheme": FLOAT8}),
+    ],
+)
+def test_a_scheme_of_the_cache_is_no_scheme_of_weights(kind, names, changes, folders, damaged, caplog):
+    folder = damaged(kind, scales_of_cache(names=names), **changes)
+    with caplog.at_level(logging.WARNING, logger="chunkattn"):
+        found = load(folder).weights
+    told = [record.getMessage() for record in caplog.records if "K/V" in record.getMessage()]
+    assert told == [f"{folder}: the checkpoint's scheme and scales of K/V are not used; K/V has the kv_cache_dtype"]
+    assert "_scale" not in caplog.text
+    for name, value in folders(kind)[2].items():
+        if name in found:
+            np.testing.assert_array_equal(found[name], value.numpy())
+
+
+def test_a_scheme_of_the_cache_alone(folders, tmp_path):
+    twin, plain = folders("modelopt")[1:]
+    copy = shutil.copytree(twin, tmp_path / "model")
+    own = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (copy / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    np.testing.assert_array_equal(load(copy).weights[f"{Q_PROJ}.weight"], plain[f"{Q_PROJ}.weight"].numpy())
+
+
 def test_the_settings_are_part_of_the_weights_sample(damaged, folders):
     samples = set()
     for folder in (folders("gptq")[0], damaged("gptq", checkpoint_format="gptq_v2")):
@@ -384,7 +424,6 @@ _GROUP = {"targets": ["Linear"]}
         ("fp8", {"weight_block_size": [128]}, "weight_block_size must be two positive integers"),
         ("fp8", {"weight_block_size": 128}, "weight_block_size has the wrong type"),
         ("fp8", {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
-        ("ct-int4", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is set: scales of K/V are not read; set the key"),
         ("ct-int4", {"transform_config": {"config_groups": {}}}, "transform_config is set: rotations"),
         ("ct-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask' is not supported"),
         ("ct-int4", {"format": "marlin-24"}, "int4 in format 'marlin-24' is not supported"),
@@ -397,8 +436,9 @@ _GROUP = {"targets": ["Linear"]}
         ("ct-int4", {"ignore": ["re:(("]}, "is no regular expression"),
         ("fp8", {"modules_to_not_convert": ["model.layers.0"]}, "is stored quantised, but quantization_config leaves it out"),
         ("modelopt", {"ignore": ["*self_attn*"]}, "is stored quantised, but quantization_config leaves it out"),
-        ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; supported are NVFP4"),
-        ("modelopt", {"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo is set: scales of K/V"),
+        ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; supported are NVFP4, FP8"),
+        ("modelopt", {"quant_algo": None}, "is stored quantised, but quantization_config leaves it out"),
+        ("modelopt-fp8", {"config_groups": {"a": {"weights": {"num_bits": 4}}}}, "num_bits 4 is not supported"),
         ("modelopt", {"group_size": 32}, "group_size 32 is not supported"),
         ("awq", {"bits": 8}, "bits 8 is not supported; supported are 4"),
         ("awq", {"version": "gemv"}, "version 'gemv' is not supported; supported are gemm"),
