@@ -63,7 +63,7 @@ class Matrix:
         self.shape = self._find_shape(tensors)
         outputs, inputs = self.shape
         self._rows, self._columns = scheme.block[0] or outputs, scheme.block[1] or inputs
-        if scheme.format != "FP8" and inputs % self._columns:
+        if scheme.format not in ("FP8", "GPTQ") and inputs % self._columns:  # the last group of these may be smaller
             raise self._fault(f"{inputs} inputs are no multiple of the group of {self._columns}")
         grid = -(-outputs // self._rows), -(-inputs // self._columns)
         expected = grid[::-1] if form.is_transposed else grid
