@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -58,19 +59,17 @@ class Matrix:
                 raise self._fault(f"tensor {name!r} is missing; the checkpoint is incomplete, get it again")
         self._check_types(tensors, scales)
         self._codes, stored = tensors[form.codes][1], tensors[scales][1]
-        if self._codes.ndim != 2:
-            raise self._fault(f"{form.codes!r} has shape {[*self._codes.shape]}, but only matrices are quantised")
+        if self._codes.ndim != 2 or not self._codes.size:
+            raise self._fault(f"{form.codes!r} has shape {[*self._codes.shape]}, which is that of no matrix")
         self.shape = self._find_shape(tensors)
         outputs, inputs = self.shape
         self._rows, self._columns = scheme.block[0] or outputs, scheme.block[1] or inputs
         if scheme.format not in ("FP8", "GPTQ") and inputs % self._columns:  # the last group of these may be smaller
             raise self._fault(f"{inputs} inputs are no multiple of the group of {self._columns}")
         grid = -(-outputs // self._rows), -(-inputs // self._columns)
-        expected = grid[::-1] if form.is_transposed else grid
-        if stored.shape != expected and not (stored.size == grid[0] * grid[1] == max(grid) and stored.ndim < 2):
-            raise self._fault(f"{scales!r} has shape {[*stored.shape]} instead of {[*expected]}")
+        stored = self._shaped(scales, stored, grid[::-1] if form.is_transposed else grid)
         stored = stored.view(jnp.float8_e8m0fnu) if stored.dtype == np.uint8 else stored
-        self._scales = stored.reshape(expected).T if form.is_transposed else stored.reshape(expected)
+        self._scales = stored.T if form.is_transposed else stored
         self._factor = self._find_factor(tensors)
         self._stored_zeros = self._find_zeros(tensors, grid)
         zeros = self._zeros()
@@ -134,10 +133,14 @@ class Matrix:
         form = self._form
         if form.zeros is None or form.zeros not in tensors:
             return None
-        stored, words = tensors[form.zeros][1], -(-grid[0] // (32 // self.scheme.bits))
+        words = -(-grid[0] // (32 // self.scheme.bits))
         expected = (grid[1], words) if form.is_transposed else grid if form.code_type == "I8" else (words, grid[1])
-        if stored.shape != expected and not (stored.ndim < 2 and stored.size == grid[0] and grid[1] == 1):
-            raise self._fault(f"{form.zeros!r} has shape {[*stored.shape]} instead of {[*expected]}")
+        return self._shaped(form.zeros, tensors[form.zeros][1], expected)
+
+    def _shaped(self, name: str, stored: np.ndarray, expected: tuple[int, int]) -> np.ndarray:
+        """Return a tensor in its shape, of which an axis of length 1 may not be stored."""
+        if stored.shape != expected and not (stored.ndim < 2 and stored.size == math.prod(expected) == max(expected)):
+            raise self._fault(f"{name!r} has shape {[*stored.shape]} instead of {[*expected]}")
         return stored.reshape(expected)
 
     def _check_zeros(self, zeros: np.ndarray) -> None:
@@ -213,14 +216,13 @@ class Matrix:
 
     def _paired(self, values: np.ndarray, blocks: np.ndarray, columns: slice) -> tuple[np.ndarray, np.ndarray]:
         """Return a view of contiguous values, and their blocks in a shape that broadcasts to it."""
-        if self._order is not None:
-            return values, blocks.take(self._order[columns], axis=1)
+        start, stop, size = columns.start, columns.stop, self._columns
         if blocks.shape[1] == 1:
             return values, blocks
-        if columns.start % self._columns or columns.stop % self._columns:
-            return values, blocks[:, np.arange(columns.start, columns.stop) // self._columns]
-        groups = slice(columns.start // self._columns, columns.stop // self._columns)
-        return values.reshape(len(values), groups.stop - groups.start, self._columns), blocks[:, groups, None]
+        if self._order is None and not (start % size or stop % size):
+            return values.reshape(len(values), (stop - start) // size, size), blocks[:, start // size : stop // size, None]
+        order = np.arange(start, stop) // size if self._order is None else self._order[columns]
+        return values, blocks.take(order, axis=1)
 
     def _bounds(self, index: tuple[slice, ...]) -> tuple[slice, slice]:
         """Return the rows and columns of an index."""
@@ -228,20 +230,17 @@ class Matrix:
         rows, columns = (slice(first, max(first, last)) for first, last, _ in parts)
         return rows, columns
 
-    def _in_pieces(self, work: Callable[[slice, slice], None], rows: slice, width: int) -> None:
-        """Call a function with pieces of outputs, counted in the matrix and from the first, on several threads."""
+    def _in_pieces(self, work: Callable[[slice, np.ndarray], None], rows: slice, width: int, out: np.ndarray) -> None:
+        """Call a function with the outputs of each piece and their part of the result, on several threads."""
         step = max(8, _PIECE // max(1, width) // 8 * 8)
         step = -(-step // self._rows) * self._rows if self._rows <= step else step
-        starts = range(rows.start, rows.stop, step)
-        pieces = [slice(first, min(first + step, rows.stop)) for first in starts]
-        places = [slice(piece.start - rows.start, piece.stop - rows.start) for piece in pieces]
-        if len(pieces) < 2:
-            for piece, place in zip(pieces, places, strict=True):
-                work(piece, place)
-            return
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-            for _ in threads.map(work, pieces, places):
-                pass
+        pieces = [slice(first, min(first + step, rows.stop)) for first in range(rows.start, rows.stop, step)]
+        parts = [out[piece.start - rows.start : piece.stop - rows.start] for piece in pieces]
+        if len(pieces) == 1:
+            work(pieces[0], parts[0])
+        else:
+            with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+                [*threads.map(work, pieces, parts)]
 
     def read(self, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Return values, decoded in float32 and rounded once, piece by piece.
@@ -254,14 +253,14 @@ class Matrix:
         out = aligned_zeros((rows.stop - rows.start, columns.stop - columns.start), dtype)
         zeros = self._zeros() if self._has_zeros else None
 
-        def decode(piece: slice, place: slice) -> None:
+        def decode(piece: slice, part: np.ndarray) -> None:
             values = self._unscaled(piece, columns, zeros)
             view, scales = self._paired(values, self._scale_of(piece), columns)
             with np.errstate(over="ignore", invalid="ignore"):
                 view *= scales
-                out[place] = values
+                part[:] = values
 
-        self._in_pieces(decode, rows, columns.stop - columns.start)
+        self._in_pieces(decode, rows, columns.stop - columns.start, out)
         return out
 
     def _unscaled(self, rows: slice, columns: slice, zeros: np.ndarray | None) -> np.ndarray:
@@ -290,8 +289,7 @@ class Matrix:
         out = np.empty((rows.stop - rows.start, len(starts)), _BLOCKS[self.packed_format])
         zeros = self._zeros() if self._has_zeros else None
 
-        def write(piece: slice, place: slice) -> None:
-            blocks = out[place]
+        def write(piece: slice, blocks: np.ndarray) -> None:
             blocks["scale"] = self._scale_of(piece).astype(np.float16)[:, starts]
             codes = self._codes_in(self._form.read(self._codes, self.scheme.bits, piece, columns))
             if self.scheme.bits == 8:
@@ -308,5 +306,5 @@ class Matrix:
                 pairs[:, half] = quarters[:, half] | quarters[:, half + 2] << np.uint64(4)
             blocks["codes"] = pairs.view("V16").reshape(blocks.shape)
 
-        self._in_pieces(write, rows, columns.stop - columns.start)
+        self._in_pieces(write, rows, columns.stop - columns.start, out)
         return out.view(np.uint8)
