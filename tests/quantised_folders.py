@@ -134,8 +134,8 @@ def awq(rng, out, inputs, group=16):
 
 def gptq(rng, out, inputs, bits=4, group=16, ordered=False, version=1, symmetric=False):
     columns, top = group or inputs, 1 << bits
-    codes = rng.integers(0, top, (inputs, out))
-    zeros = rng.integers(1, top, (inputs // columns, out)) if not symmetric else np.full((inputs // columns, out), top // 2)
+    codes, grid = rng.integers(0, top, (inputs, out)), (-(-inputs // columns), out)
+    zeros = rng.integers(1, top, grid) if not symmetric else np.full(grid, top // 2)
     stored, numbers = scales(rng, zeros.shape, torch.float16, 0.6 / top)
     groups = np.arange(inputs) // columns
     groups = rng.permutation(groups) if ordered else groups
@@ -210,6 +210,7 @@ KINDS = {
     ),
     "ct-mxfp4": Kind(compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), mxfp4),
     "modelopt": Kind({"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head*"]}, modelopt),
+    "modelopt-fp8": Kind({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}, _with(fp8, shape=())),
     "awq": Kind({"quant_method": "awq", "bits": 4, "group_size": 16, "zero_point": True, "version": "gemm"}, awq),
     "awq-columns": Kind(
         {"quant_method": "awq", "bits": 4, "group_size": -1, "zero_point": True, "version": "GEMM"}, _with(awq, group=None)
@@ -218,6 +219,8 @@ KINDS = {
     "gptq-symmetric": Kind(_gptq(sym=True), _with(gptq, symmetric=True)),
     "gptq-8-symmetric-32": Kind(_gptq(bits=8, sym=True, group_size=32), _with(gptq, bits=8, group=32, symmetric=True)),
     "gptq-columns": Kind(_gptq(group_size=-1), _with(gptq, group=None)),
+    "gptq-edges": Kind(_gptq(group_size=20), _with(gptq, group=20)),
+    "gptq-symmetric-edges": Kind(_gptq(sym=True, group_size=64), _with(gptq, group=64, symmetric=True)),
     "gptq-ordered": Kind(_gptq(desc_act=True), _with(gptq, ordered=True)),
     "gptq-v2": Kind(_gptq(checkpoint_format="gptq_v2"), _with(gptq, version=2)),
     "gptq-8": Kind(_gptq(bits=8), _with(gptq, bits=8)),
@@ -232,6 +235,7 @@ PACKED = {
     "ct-int4-group-32": "Q4_0",
     "gptq-8-symmetric-32": "Q8_0",
     "gptq-columns": "Q5_0",
+    "gptq-symmetric-edges": "Q4_0",
     "awq-columns": "Q5_0",
 }
 """Packed formats of those whose values a packed format has, too."""

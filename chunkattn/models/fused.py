@@ -79,13 +79,7 @@ class SplitTensors:
         return (end - start, *others)
 
     def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Return a tensor or a part of it, see `SafetensorsFolder.read`.
-
-        Args:
-            name: name of the tensor.
-            dtype: dtype of the returned array.
-            index: slices of the first axes.
-        """
+        """Return a tensor or a part of it, see `SafetensorsFolder.read`."""
         if name not in self._places:
             return self._source.read(name, dtype, index)
         first, *others = index or (slice(None),)

@@ -50,13 +50,7 @@ class MergedTensors:
         return self.base.shape(self._stored(name)) if head is None else head.shape
 
     def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Return a tensor or a part of it, rounded once, see `SafetensorsFolder.read`.
-
-        Args:
-            name: name of the tensor.
-            dtype: dtype of the returned array.
-            index: slices of the first axes.
-        """
+        """Return a tensor or a part of it, rounded once, see `SafetensorsFolder.read`."""
         if name not in self._touched:
             return self.base.read(name, dtype, index)
         with np.errstate(over="ignore", invalid="ignore"):

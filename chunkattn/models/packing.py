@@ -15,6 +15,7 @@ import numpy as np
 from chunkattn.backends.cpu import library
 from chunkattn.backends.cpu import packed as native
 from chunkattn.errors import ConfigError, ModelError
+from chunkattn.models.aligned import aligned_zeros
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
 from chunkattn.models.spec import CLASSES, ROUTERS
@@ -32,8 +33,6 @@ _ROUNDED = "Q8_0"
 """Format of the matrices under `quantization="int8"`."""
 _PIECE = 1 << 23
 """Elements that are read and packed at a time."""
-_LINE = 64
-"""Alignment of packed data in bytes: that of JAX's own arrays, which JAX takes over without a copy."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,8 @@ def load_packed(
 ) -> Packed:
     """Return a matrix, or stacked matrices, read and packed piece by piece. Each distinct part of a device is read once.
 
-    Rows of zeros fill up the last panel, and a vocabulary that the number of devices does not divide.
+    Rows of zeros fill up the last panel, and a vocabulary that the number of devices does not divide. Zeros stand for zeros
+    in every format.
 
     Args:
         packing: how the model is packed.
@@ -154,7 +154,7 @@ def load_packed(
         held = slice(min(first, shape[axis]), min(first + part[axis], shape[axis]))
         is_columns = axis == len(shape) - 1
         rows, columns = (slice(0, shape[-2]), held) if is_columns else (held, slice(0, depth))
-        out = _aligned_zeros(count * size)
+        out = aligned_zeros((count * size,), np.dtype(np.uint8))
         for matrix, begin in product(range(count), range(rows.start, rows.stop, step)):
             index = (slice(begin, min(begin + step, rows.stop)), columns)
             blocks = read((slice(matrix, matrix + 1), *index) if stacked else index)
@@ -169,13 +169,6 @@ def load_packed(
 
     data = shards.load_parts(parameter, count * size, pack)
     return Packed(data, form, outputs, depth, packing.digits, stacked[0] if stacked else None)
-
-
-def _aligned_zeros(size: int) -> np.ndarray:
-    """Return uint8 `[size]` that begins at a multiple of `_LINE`. Zeros stand for zeros in every format."""
-    held = np.zeros(size + _LINE, np.uint8)
-    start = -held.ctypes.data % _LINE
-    return held[start : start + size]
 
 
 def forms_of(weights: Mapping[str, Weight]) -> list[tuple[str, str, tuple[int, ...], int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from chunkattn.models.quantized_formats import Scheme
 _REMEDY = "use an unquantised checkpoint or a GGUF file of the model"
 _PLACES = {"config.json": ("quantization_config", "compression_config"), "hf_quant_config.json": ("quantization",)}
 """Files and keys that hold the settings; the second file is ModelOpt's."""
-_NO_SCALES = "scales of K/V are not read; set the key to null, and K/V has the type of kv_cache_dtype"
+_CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""Keys of a scheme of K/V, which says nothing about the weights."""
 _Matches = Callable[[str, str], bool]
 """Returns whether a pattern names a module, from the pattern and the module's name."""
 
@@ -30,12 +31,14 @@ class Quantization:
         rules: names, patterns or classes of modules, with their scheme.
         ignored: patterns of the modules that are not quantised.
         matches: whether a pattern names a module.
+        has_cache_scheme: whether the configuration names a scheme of K/V, too, which is not applied.
     """
 
     method: str
     rules: tuple[tuple[tuple[str, ...], Scheme], ...]
     ignored: tuple[str, ...] = ()
     matches: _Matches = field(default=lambda pattern, name: pattern == name, repr=False)
+    has_cache_scheme: bool = field(default=False, repr=False)
 
     def scheme_of(self, names: Collection[str], kind: str) -> Scheme | None:
         """Return the scheme of a module; None for one that is not quantised.
@@ -145,7 +148,7 @@ def _read(settings: _Settings, method: str) -> Quantization:
     if method not in _METHODS:
         known = ", ".join(name for name in _METHODS if name != "bitsandbytes")
         raise settings.fault(f"quant_method {method!r} is not supported; supported are {known}")
-    return _METHODS[method](settings)
+    return replace(_METHODS[method](settings), has_cache_scheme=any(settings.fields.get(key) for key in _CACHE_KEYS))
 
 
 def _fp8(settings: _Settings) -> Quantization:
@@ -165,7 +168,6 @@ def _compressed(settings: _Settings) -> Quantization:
 
     Source: `quantization/quant_config.py` of https://github.com/vllm-project/compressed-tensors
     """
-    settings.refuse("kv_cache_scheme", _NO_SCALES)
     settings.refuse("transform_config", "rotations of activations are not supported")
     sparsity = _Settings(f"{settings.where}.sparsity_config", settings.get("sparsity_config", dict, {}))
     sparsity.one_of("format", sparsity.get("format", str, "dense"), ("dense",))
@@ -220,25 +222,28 @@ def _compressed_scheme(weights: _Settings, form: str) -> Scheme:
     return Scheme(name, bits, block, has_zeros=not is_symmetric, needs_order=order in (True, "group", "dynamic"))
 
 
+_ALGORITHMS = {"NVFP4": Scheme("NVFP4 of ModelOpt", 4, (1, 16)), "FP8": Scheme("FP8", 8, (None, None)), None: None}
+"""Schemes by the algorithm of ModelOpt; None where K/V alone has a scheme."""
+
+
 def _modelopt(settings: _Settings) -> Quantization:
     """Read the method of NVIDIA's ModelOpt.
 
     Source: `modelopt/torch/export` of https://github.com/NVIDIA/Model-Optimizer
     """
-    settings.one_of("quant_algo", settings.get("quant_algo", str, None), ("NVFP4",))
-    for key in ("kv_cache_scheme", "kv_cache_quant_algo"):
-        settings.refuse(key, _NO_SCALES)
+    algorithm = settings.one_of("quant_algo", settings.get("quant_algo", str, None), _ALGORITHMS)
+    if (scheme := _ALGORITHMS[algorithm]) is None:
+        return Quantization("modelopt", ())
     groups = settings.get("config_groups", dict, {})
     sizes = {settings.get("group_size", int, 16)}
     for name, group in groups.items():
         part = _Settings(f"{settings.where}.config_groups.{name}", group)
         weights = _Settings(f"{part.where}.weights", part.get("weights", dict, {}))
         sizes.add(weights.get("group_size", int, 16))
-        weights.one_of("num_bits", weights.get("num_bits", int, 4), (4,))
+        weights.one_of("num_bits", weights.get("num_bits", int, scheme.bits), (scheme.bits,))
     for size in sizes:
         settings.one_of("group_size", size, (16,))
     ignored = settings.names("ignore", "exclude_modules")
-    scheme = Scheme("NVFP4 of ModelOpt", 4, (1, 16))
     return Quantization("modelopt", _all(scheme), ignored, lambda pattern, name: fnmatchcase(name, pattern))
 
 

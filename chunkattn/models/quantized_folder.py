@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _OF_ACTIVATIONS = {"input_scale", "input_global_scale", "input_zero_point", "activation_scale", "output_scale"}
 """Tensors of a module that say how its input is quantised."""
+_OF_CACHE = {f"{name}_{kind}" for name in ("q", "k", "v", "kv") for kind in ("scale", "global_scale", "zero_point")}
+"""Tensors of a module that say how K/V and queries are quantised."""
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
@@ -61,6 +63,11 @@ class QuantizedFolder(SafetensorsFolder):
         super().__init__(folder, stack, is_nested=is_nested)
         self._matrices: dict[str, Matrix] = {}
         self._quantization = quantization
+        of_cache = [name for name in self._stored if name.rpartition(".")[2] in _OF_CACHE]
+        for name in of_cache:
+            del self._stored[name]
+        if of_cache or quantization.has_cache_scheme:
+            logger.warning("%s: the checkpoint's scheme and scales of K/V are not used; K/V has the kv_cache_dtype", folder)
         modules: dict[str, dict[str, str]] = defaultdict(dict)
         for name in self._stored:
             module, _, leaf = name.rpartition(".")

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
+import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.errors import ModelError
-from chunkattn.models.quantized_formats import (
-    FORMATS,
-    Scheme,
-    bytes_or_halves,
-    exponents,
-    unpack_awq,
-    unpack_fp4,
-    unpack_gptq,
-    unpack_words,
-)
+from chunkattn.models.aligned import aligned_zeros
+from chunkattn.models.quantized_formats import E4M3, FORMATS, Read, Scheme, halves, read_awq, read_columns, read_rows
 
 _INTEGERS = ("I32", "I64", "I8", "U8")
 _PIECE = 1 << 18
@@ -26,7 +20,16 @@ _PIECE = 1 << 18
 _MOST_THREADS = 8
 """Pieces that are decoded at once. NumPy lets go of the GIL."""
 _BLOCK = 32
-"""Values of a block of Q8_0, Q5_0 and Q4_0."""
+"""Values of a block of the packed formats."""
+_ACROSS: Mapping[Read, Read] = {read_rows: read_columns, read_columns: read_rows}
+"""Readers of zero points whose words lie across those of the codes, by the reader of the codes."""
+_SCALE = ("scale", "<f2")
+_BLOCKS = {
+    "Q8_0": np.dtype([_SCALE, ("codes", "V32")]),
+    "Q5_0": np.dtype([_SCALE, ("fifths", "V4"), ("codes", "V16")]),
+    "Q4_0": np.dtype([_SCALE, ("codes", "V16")]),
+}
+"""Blocks of the packed formats as a GGUF file has them."""
 
 
 class Matrix:
@@ -56,29 +59,29 @@ class Matrix:
                 raise self._fault(f"tensor {name!r} is missing; the checkpoint is incomplete, get it again")
         self._check_types(tensors, scales)
         self._codes, stored = tensors[form.codes][1], tensors[scales][1]
-        if self._codes.ndim != 2:
-            raise self._fault(f"{form.codes!r} has shape {[*self._codes.shape]}, but only matrices are quantised")
+        if self._codes.ndim != 2 or not self._codes.size:
+            raise self._fault(f"{form.codes!r} has shape {[*self._codes.shape]}, which is that of no matrix")
         self.shape = self._find_shape(tensors)
         outputs, inputs = self.shape
         self._rows, self._columns = scheme.block[0] or outputs, scheme.block[1] or inputs
-        if scheme.format != "FP8" and inputs % self._columns:
+        if scheme.format not in ("FP8", "GPTQ") and inputs % self._columns:  # the last group of these may be smaller
             raise self._fault(f"{inputs} inputs are no multiple of the group of {self._columns}")
         grid = -(-outputs // self._rows), -(-inputs // self._columns)
-        expected = grid[::-1] if form.is_transposed else grid
-        if stored.shape != expected and not (stored.size == grid[0] * grid[1] == max(grid) and stored.ndim < 2):
-            raise self._fault(f"{scales!r} has shape {[*stored.shape]} instead of {[*expected]}")
-        self._scales = stored.reshape(expected).T if form.is_transposed else stored.reshape(expected)
+        stored = self._shaped(scales, stored, grid[::-1] if form.is_transposed else grid)
+        stored = stored.view(jnp.float8_e8m0fnu) if stored.dtype == np.uint8 else stored
+        self._scales = stored.T if form.is_transposed else stored
         self._factor = self._find_factor(tensors)
         self._stored_zeros = self._find_zeros(tensors, grid)
         zeros = self._zeros()
+        self._middle = np.uint8(1 << (scheme.bits - 1))
+        self._has_zeros = zeros is not None and bool((zeros != self._middle).any())
         if zeros is not None:
             self._check_zeros(zeros)
-        self._has_zeros = zeros is not None and bool(zeros.any())
         self._order = self._find_order(tensors, grid[1])
         whole = self._scale_of(slice(0, outputs))
         if not np.isfinite(whole).all():
             raise self._fault(f"{scales!r} holds NaN or infinite scales; the file is damaged, get it again")
-        self.packed_format = self._find_packed(whole, zeros)
+        self.packed_format = self._find_packed(whole)
 
     def _fault(self, text: str) -> ModelError:
         return ModelError(f"{self._where}: {text}")
@@ -103,15 +106,13 @@ class Matrix:
     def _find_shape(self, tensors: Mapping[str, tuple[str, np.ndarray]]) -> tuple[int, int]:
         """Return the outputs and inputs that the codes have, or that the checkpoint states."""
         form, (first, second) = self._form, self._codes.shape
-        count = 32 // self.scheme.bits
-        if form.unpack is unpack_awq:
+        count = 8 * self._codes.itemsize // self.scheme.bits
+        if form.read is read_awq:
             return second * count, first
-        if form.unpack is unpack_gptq:
+        if form.read is read_columns:
             return second, first * count
-        if form.unpack is unpack_fp4:
-            return first, 2 * second
         if form.shape is None:
-            return first, second
+            return first, second * count
         stated = tensors[form.shape][1]
         if stated.shape != (2,) or stated[0] != first or -(-int(stated[1]) // count) != second:
             raise self._fault(f"{form.shape!r} is {stated.tolist()}, but {form.codes!r} has shape {[first, second]}")
@@ -132,36 +133,41 @@ class Matrix:
         form = self._form
         if form.zeros is None or form.zeros not in tensors:
             return None
-        stored, words = tensors[form.zeros][1], -(-grid[0] // (32 // self.scheme.bits))
+        words = -(-grid[0] // (32 // self.scheme.bits))
         expected = (grid[1], words) if form.is_transposed else grid if form.code_type == "I8" else (words, grid[1])
-        if stored.shape != expected and not (stored.ndim < 2 and stored.size == grid[0] and grid[1] == 1):
-            raise self._fault(f"{form.zeros!r} has shape {[*stored.shape]} instead of {[*expected]}")
+        return self._shaped(form.zeros, tensors[form.zeros][1], expected)
+
+    def _shaped(self, name: str, stored: np.ndarray, expected: tuple[int, int]) -> np.ndarray:
+        """Return a tensor in its shape, of which an axis of length 1 may not be stored."""
+        if stored.shape != expected and not (stored.ndim < 2 and stored.size == math.prod(expected) == max(expected)):
+            raise self._fault(f"{name!r} has shape {[*stored.shape]} instead of {[*expected]}")
         return stored.reshape(expected)
 
     def _check_zeros(self, zeros: np.ndarray) -> None:
-        if self.scheme.zero_shift and (zeros == 1 << self.scheme.bits).any():
+        top = 1 << self.scheme.bits
+        if self.scheme.zero_shift and (zeros == top % 256).any():  # bytes wrap around, and no other one is 0
             raise self._fault(
-                f"{self._form.zeros!r} holds zero points of {1 << self.scheme.bits}, which packages read in several ways; "
+                f"{self._form.zeros!r} holds zero points of {top}, which packages read in several ways; "
                 "quantise the model with checkpoint_format gptq_v2"
             )
-        if not self.scheme.has_zeros and zeros.any():
+        if not self.scheme.has_zeros and self._has_zeros:
             raise self._fault(f"{self._form.zeros!r} holds zero points, but quantization_config says that there are none")
 
     def _zeros(self) -> np.ndarray | None:
-        """Return the zero points, int16 `[blocks of outputs, blocks of inputs]`; None for none."""
+        """Return the codes of the zero points, uint8 `[blocks of outputs, blocks of inputs]`; None for none."""
         form, bits, stored = self._form, self.scheme.bits, self._stored_zeros
         if stored is None:
             return None
         outputs, groups = slice(0, -(-self.shape[0] // self._rows)), slice(0, -(-self.shape[1] // self._columns))
-        if form.unpack is unpack_awq:
-            zeros = unpack_awq(stored, bits, outputs, groups)
-        elif form.is_transposed:
-            zeros = bytes_or_halves(stored, bits)[:, outputs].T
-        elif form.code_type == "I8":
-            zeros = stored
+        if (across := _ACROSS.get(form.read)) is not None:
+            zeros = self._codes_in(across(stored, bits, groups, outputs)).T
         else:
-            zeros = unpack_words(stored.T, bits, groups, outputs).T
-        return zeros.astype(np.int16) + np.int16(self.scheme.zero_shift)
+            zeros = self._codes_in(form.read(stored, bits, outputs, groups))
+        return zeros[outputs, groups] + np.uint8(self.scheme.zero_shift)
+
+    def _codes_in(self, packed: np.ndarray) -> np.ndarray:
+        """Return the codes that lie in bytes, uint8 `[outputs, inputs]`."""
+        return halves(packed) if self.scheme.bits == 4 else packed
 
     def _find_order(self, tensors: Mapping[str, tuple[str, np.ndarray]], groups: int) -> np.ndarray | None:
         """Return the group of each input; None for groups in order."""
@@ -180,24 +186,23 @@ class Matrix:
             )
         return order
 
-    def _find_packed(self, scales: np.ndarray, zeros: np.ndarray | None) -> str | None:
+    def _find_packed(self, scales: np.ndarray) -> str | None:
         """Return the packed format that has the matrix's values exactly."""
-        if self._form.code_type not in ("I8", "I32") or self._order is not None or self.shape[1] % _BLOCK:
+        if self._form.values is not None or self._order is not None or self.shape[1] % _BLOCK:
             return None
         if self._columns % _BLOCK and self._columns != self.shape[1]:
             return None
         with np.errstate(over="ignore"):
             if not np.array_equal(scales.astype(np.float16), scales):
                 return None
-        middle = 1 << (self.scheme.bits - 1) if self._form.is_transposed else 0  # of codes without a sign
-        if (middle == 0) if zeros is None else (zeros == middle).all():
-            return "Q8_0" if self.scheme.bits == 8 else "Q4_0"
-        return "Q5_0" if self.scheme.bits == 4 else None
+        if self._has_zeros:
+            return "Q5_0" if self.scheme.bits == 4 else None
+        return "Q8_0" if self.scheme.bits == 8 else "Q4_0"
 
     def _scale_of(self, rows: slice) -> np.ndarray:
         """Return the scales of outputs, float32 `[outputs or 1, blocks of inputs]`."""
         part = self._of_rows(self._scales, rows)
-        scales = exponents(np.ascontiguousarray(part)) if part.dtype == np.uint8 else part.astype(np.float32)
+        scales = E4M3.take(part.view(np.uint8)) if part.dtype == jnp.float8_e4m3fn else part.astype(np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
             if self._factor is not None:
                 scales = scales / self._factor if self._form.divisor else scales * self._factor
@@ -211,14 +216,13 @@ class Matrix:
 
     def _paired(self, values: np.ndarray, blocks: np.ndarray, columns: slice) -> tuple[np.ndarray, np.ndarray]:
         """Return a view of contiguous values, and their blocks in a shape that broadcasts to it."""
-        if self._order is not None:
-            return values, blocks[:, self._order[columns]]
+        start, stop, size = columns.start, columns.stop, self._columns
         if blocks.shape[1] == 1:
             return values, blocks
-        if columns.start % self._columns or columns.stop % self._columns:
-            return values, blocks[:, np.arange(columns.start, columns.stop) // self._columns]
-        groups = slice(columns.start // self._columns, columns.stop // self._columns)
-        return values.reshape(len(values), groups.stop - groups.start, self._columns), blocks[:, groups, None]
+        if self._order is None and not (start % size or stop % size):
+            return values.reshape(len(values), (stop - start) // size, size), blocks[:, start // size : stop // size, None]
+        order = np.arange(start, stop) // size if self._order is None else self._order[columns]
+        return values, blocks.take(order, axis=1)
 
     def _bounds(self, index: tuple[slice, ...]) -> tuple[slice, slice]:
         """Return the rows and columns of an index."""
@@ -226,10 +230,17 @@ class Matrix:
         rows, columns = (slice(first, max(first, last)) for first, last, _ in parts)
         return rows, columns
 
-    def _pieces(self, rows: slice, columns: slice) -> list[slice]:
-        step = max(1, _PIECE // max(1, columns.stop - columns.start))
+    def _in_pieces(self, work: Callable[[slice, np.ndarray], None], rows: slice, width: int, out: np.ndarray) -> None:
+        """Call a function with the outputs of each piece and their part of the result, on several threads."""
+        step = max(8, _PIECE // max(1, width) // 8 * 8)
         step = -(-step // self._rows) * self._rows if self._rows <= step else step
-        return [slice(first, min(first + step, rows.stop)) for first in range(rows.start, rows.stop, step)]
+        pieces = [slice(first, min(first + step, rows.stop)) for first in range(rows.start, rows.stop, step)]
+        parts = [out[piece.start - rows.start : piece.stop - rows.start] for piece in pieces]
+        if len(pieces) == 1:
+            work(pieces[0], parts[0])
+        else:
+            with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
+                [*threads.map(work, pieces, parts)]
 
     def read(self, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Return values, decoded in float32 and rounded once, piece by piece.
@@ -239,32 +250,32 @@ class Matrix:
             index: rows and columns.
         """
         rows, columns = self._bounds(index)
-        out = np.empty((rows.stop - rows.start, columns.stop - columns.start), dtype)
+        out = aligned_zeros((rows.stop - rows.start, columns.stop - columns.start), dtype)
         zeros = self._zeros() if self._has_zeros else None
 
-        def decode(piece: slice) -> None:
-            values = self._differences(piece, columns, zeros, np.dtype(np.float32))
+        def decode(piece: slice, part: np.ndarray) -> None:
+            values = self._unscaled(piece, columns, zeros)
             view, scales = self._paired(values, self._scale_of(piece), columns)
             with np.errstate(over="ignore", invalid="ignore"):
                 view *= scales
-                out[piece.start - rows.start : piece.stop - rows.start] = values
+                part[:] = values
 
-        if len(pieces := self._pieces(rows, columns)) == 1:
-            decode(pieces[0])
-            return out
-        with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as threads:
-            for _ in threads.map(decode, pieces):
-                pass
+        self._in_pieces(decode, rows, columns.stop - columns.start, out)
         return out
 
-    def _differences(self, rows: slice, columns: slice, zeros: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
-        """Return the codes less the zero points `[rows, columns]`, contiguous."""
-        codes = self._form.unpack(self._codes, self.scheme.bits, rows, columns)
-        codes = codes.astype(dtype, order="C", copy=False)  # no format stores this dtype, so the codes are not the file's
-        if zeros is not None:
-            view, spread = self._paired(codes, self._of_rows(zeros, rows), columns)
-            view -= spread
-        return codes
+    def _unscaled(self, rows: slice, columns: slice, zeros: np.ndarray | None) -> np.ndarray:
+        """Return values before they are scaled, float32 `[rows, columns]`, in an array of their own."""
+        first = columns.start // 8 * 8
+        packed = self._form.read(self._codes, self.scheme.bits, rows, slice(first, columns.stop))
+        part = slice(columns.start - first, columns.stop - first)
+        if self._form.values is not None:
+            return np.ascontiguousarray(self._form.values.take(packed).view(np.float32)[:, part])
+        codes = self._codes_in(packed)[:, part]
+        if zeros is None:
+            return (codes - self._middle).view(np.int8).astype(np.float32)
+        view, spread = self._paired(codes, self._of_rows(zeros, rows), columns)
+        narrow = (view - spread).view(np.int8) if self.scheme.bits == 4 else view.astype(np.int16) - spread
+        return narrow.astype(np.float32).reshape(codes.shape)
 
     def blocks(self, index: tuple[slice, ...]) -> np.ndarray:
         """Return blocks of `packed_format` as a GGUF file has them, uint8 `[rows, bytes]`.
@@ -273,16 +284,27 @@ class Matrix:
             index: rows and columns, whole blocks.
         """
         rows, columns = self._bounds(index)
-        codes = self._differences(rows, columns, self._zeros() if self._has_zeros else None, np.dtype(np.int16))
-        codes = codes.reshape(len(codes), -1, _BLOCK)
+        assert self.packed_format is not None
         starts = np.arange(columns.start, columns.stop, _BLOCK) // self._columns
-        scales = np.broadcast_to(self._scale_of(rows)[:, starts].astype(np.float16), codes.shape[:2])
-        scales = np.ascontiguousarray(scales)[..., None].view(np.uint8)
-        if self.packed_format == "Q8_0":
-            return np.concatenate([scales, codes.astype(np.int8).view(np.uint8)], axis=2).reshape(len(codes), -1)
-        codes += 8 if self.packed_format == "Q4_0" else 16
-        low = (codes & 15).astype(np.uint8)
-        parts = [scales, low[..., : _BLOCK // 2] | low[..., _BLOCK // 2 :] << 4]
-        if self.packed_format == "Q5_0":
-            parts.insert(1, np.packbits((codes >> 4).astype(np.uint8), axis=2, bitorder="little"))
-        return np.concatenate(parts, axis=2).reshape(len(codes), -1)
+        out = np.empty((rows.stop - rows.start, len(starts)), _BLOCKS[self.packed_format])
+        zeros = self._zeros() if self._has_zeros else None
+
+        def write(piece: slice, blocks: np.ndarray) -> None:
+            blocks["scale"] = self._scale_of(piece).astype(np.float16)[:, starts]
+            codes = self._codes_in(self._form.read(self._codes, self.scheme.bits, piece, columns))
+            if self.scheme.bits == 8:
+                blocks["codes"] = (codes ^ self._middle).view("V32")
+                return
+            if zeros is not None:
+                view, spread = self._paired(codes, 16 - self._of_rows(zeros, piece), columns)
+                codes = (view + spread).reshape(codes.shape)
+                blocks["fifths"] = np.packbits(codes >> 4, axis=1, bitorder="little").view("V4")
+                codes &= 15
+            quarters = codes.view(np.uint64).reshape(-1, 4)
+            pairs = np.empty((len(quarters), 2), np.uint64)
+            for half in (0, 1):
+                pairs[:, half] = quarters[:, half] | quarters[:, half + 2] << np.uint64(4)
+            blocks["codes"] = pairs.view("V16").reshape(blocks.shape)
+
+        self._in_pieces(write, rows, columns.stop - columns.start, out)
+        return out.view(np.uint8)

@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkattn.errors import ConfigError
+from chunkattn.models.aligned import aligned
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.spec import EXPERTS, TRANSPOSED, DecoderSpec
 
@@ -166,8 +167,8 @@ class Shards:
             read: reads a part of the tensor.
         """
         if self.mesh is None:
-            # A copy on the device, independent of the file. The host keeps the tensor until the device has it.
-            return jax.block_until_ready(jnp.array(read(())))  # type: ignore[no-untyped-call]
+            # The host keeps the tensor until the device has it.
+            return jax.block_until_ready(jax.device_put(self._held(read(()))))  # type: ignore[no-untyped-call]
         sharding = self.sharding(self.partition(name))
         assert sharding is not None
         padded = self._padded(name, shape)
@@ -181,10 +182,15 @@ class Shards:
             values = read((slice(min(first, end), end), *(slice(*other) for other in others)))
             if missing := last - first - len(values):
                 values = np.pad(values, ((0, missing), *[(0, 0)] * len(others)))
+            values = self._held(values)
             parts += [jax.device_put(values, device) for device in devices]
         # The host keeps a part until the device has it.
         jax.block_until_ready(parts)  # type: ignore[no-untyped-call]
         return jax.make_array_from_single_device_arrays(padded, sharding, parts)
+
+    def _held(self, values: np.ndarray) -> np.ndarray:
+        """Return an array that a CPU's device may keep as it is."""
+        return aligned(values) if self.devices[0].platform == "cpu" else values
 
     def load_parts(self, name: str, size: int, pack: Callable[[int], np.ndarray]) -> jax.Array:
         """Return a packed parameter on the devices, uint8: the bytes of all parts in ascending order.

@@ -102,13 +102,7 @@ class StackedExperts:
         return (len(self._experts[name]), *next(iter(shapes)))
 
     def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Return a tensor or a part of it, see `SafetensorsFolder.read`. Experts are read one at a time.
-
-        Args:
-            name: name of the tensor.
-            dtype: dtype of the returned array.
-            index: slices of the first axes.
-        """
+        """Return a tensor or a part of it, see `SafetensorsFolder.read`. Experts are read one at a time."""
         if name not in self._parts and name not in self._experts:
             return self._source.read(name, dtype, index)
         bounds = [part.indices(size) for part, size in zip((*index, *[slice(None)] * 3), self.shape(name), strict=False)]

@@ -15,7 +15,7 @@ FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "phi3", "mistral3", "granite
 WRONG_SETTINGS = (
     {"quant_method": "quanto"},
     {"quant_method": "bitsandbytes"},
-    {"kv_cache_scheme": {"num_bits": 8, "type": "float"}, "kv_cache_quant_algo": "FP8", "bits": 5, "fmt": "e5m2"},
+    {"transform_config": {"config_groups": {}}, "quant_algo": "W4A8_AWQ", "bits": 5, "fmt": "e5m2"},
     {"modules_to_not_convert": ["model", "language_model"], "ignore": ["Linear", "*layers*"], "checkpoint_format": "marlin"},
 )
 """Changes of the settings, of which each format reads one."""

@@ -22,7 +22,7 @@ from chunkattn.models.loader import open_files, open_shape
 from chunkattn.models.packed import Packed
 from chunkattn.models.packing import Packing
 from chunkattn.models.quantized_config import quantization_of
-from chunkattn.models.quantized_formats import FORMATS, Scheme, decode_mxfp4
+from chunkattn.models.quantized_formats import FORMATS, Scheme
 from chunkattn.models.quantized_matrix import Matrix
 from tests.fuzz.folders import SINGLE, TOLERANCE, dense_logits, numbered, tensors_of, transformers_logits, write
 from tests.quantised_folders import KINDS, PACKED, is_linear, quantise
@@ -138,22 +138,23 @@ def test_blocks_of_fp8_by_transformers(shape):
 
 def test_blocks_of_mxfp4_by_transformers():
     rng = np.random.default_rng(0)
-    blocks = rng.integers(0, 256, (3, 5, 4, 16)).astype(np.uint8)
-    scales = rng.integers(0, 254, (3, 5, 4)).astype(np.uint8)
-    expected = convert_moe_packed_tensors(torch.from_numpy(blocks), torch.from_numpy(scales), dtype=torch.float32)
-    np.testing.assert_array_equal(decode_mxfp4(blocks, scales), expected.transpose(1, 2).numpy())
-    assert np.isnan(decode_mxfp4(blocks[..., :1, :], np.full((3, 5, 1), 255, np.uint8))).all()
+    blocks = torch.from_numpy(rng.integers(0, 256, (5, 4, 16)).astype(np.uint8))
+    scales = torch.from_numpy(rng.integers(0, 254, (5, 4)).astype(np.uint8))
+    expected = convert_moe_packed_tensors(blocks[None], scales[None], dtype=torch.float32)[0].T
+    tensors = {"weight_packed": view(blocks.reshape(5, 64)), "weight_scale": view(scales)}
+    found = Matrix(Scheme("MXFP4", 4, (1, 32)), tensors, "folder").read(np.dtype(np.float32))
+    np.testing.assert_array_equal(found, expected.numpy())
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("ct") and "ordered" not in kind])
 def test_matrices_by_compressed_tensors(kind):
     """The package takes no order of inputs any more."""
-    compressors = pytest.importorskip("compressed_tensors.compressors")
+    from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 
     made = KINDS[kind].make(np.random.default_rng(1), 64, 128)
     group = KINDS[kind].config["config_groups"]["group_0"]
-    compressor = compressors.BaseCompressor.get_value_from_registry(KINDS[kind].config["format"])
+    compressor = BaseCompressor.get_value_from_registry(KINDS[kind].config["format"])
     found = compressor.decompress(made.tensors, QuantizationScheme(**group))["weight"]
     expected = torch.from_numpy(np.ascontiguousarray(made.values)).to(found.dtype)
     assert torch.equal(found, expected)
@@ -272,6 +273,46 @@ def test_modelopt_has_a_file_of_its_own(folders, tmp_path):
     np.testing.assert_allclose(dense_logits(load(copy)), transformers_logits(twin), atol=TOLERANCE)
 
 
+def scales_of_cache(*, names, shape=()):
+    def change(tensors):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}": torch.full(shape, 0.5) for layer in (0, 1) for name in names}
+
+    return change
+
+
+FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "changes"),
+    [
+        ("modelopt", ("k_proj.k_scale", "v_proj.v_scale"), {"kv_cache_scheme": FLOAT8}),
+        ("modelopt-fp8", ("k_proj.k_scale", "v_proj.v_scale"), {"kv_cache_quant_algo": "FP8"}),
+        ("ct-fp8-channel", ("k_scale", "v_scale"), {"kv_cache_scheme": FLOAT8 | {"strategy": "tensor", "symmetric": True}}),
+        ("fp8", ("kv_scale",), {}),
+        ("ct-nvfp4", (), {"kv_cache_scheme": FLOAT8}),
+    ],
+)
+def test_a_scheme_of_the_cache_is_no_scheme_of_weights(kind, names, changes, folders, damaged, caplog):
+    folder = damaged(kind, scales_of_cache(names=names), **changes)
+    with caplog.at_level(logging.WARNING, logger="chunkattn"):
+        found = load(folder).weights
+    told = [record.getMessage() for record in caplog.records if "K/V" in record.getMessage()]
+    assert told == [f"{folder}: the checkpoint's scheme and scales of K/V are not used; K/V has the kv_cache_dtype"]
+    assert "_scale" not in caplog.text
+    for name, value in folders(kind)[2].items():
+        if name in found:
+            np.testing.assert_array_equal(found[name], value.numpy())
+
+
+def test_a_scheme_of_the_cache_alone(folders, tmp_path):
+    twin, plain = folders("modelopt")[1:]
+    copy = shutil.copytree(twin, tmp_path / "model")
+    own = {"quant_algo": None, "kv_cache_quant_algo": "FP8"}
+    (copy / "hf_quant_config.json").write_text(json.dumps({"quantization": own}))
+    np.testing.assert_array_equal(load(copy).weights[f"{Q_PROJ}.weight"], plain[f"{Q_PROJ}.weight"].numpy())
+
+
 def test_the_settings_are_part_of_the_weights_sample(damaged, folders):
     samples = set()
     for folder in (folders("gptq")[0], damaged("gptq", checkpoint_format="gptq_v2")):
@@ -280,7 +321,7 @@ def test_the_settings_are_part_of_the_weights_sample(damaged, folders):
 
 
 def traced_peak(folder):
-    """Largest memory of the host during a load, without JAX's own, which is that of finished weights."""
+    """Largest memory of the host during a load: finished weights, which JAX takes over, and one tensor."""
     files = open_files(EngineConfig(model=str(folder), dtype="bfloat16", skip_tokenizer_init=True))
     files.load()  # imports
     tracemalloc.start()
@@ -343,7 +384,7 @@ def filled(leaf, value, place=0):
         ("awq", put("scales", lambda t: t[:, :-1].clone()), "'scales' has shape"),
         ("awq", put("qzeros", lambda t: t[:, :-1].clone()), "'qzeros' has shape"),
         ("gptq", put("g_idx", lambda t: t[:-1]), "'g_idx' has shape"),
-        ("gptq", put("qweight", lambda t: t[:-1]), "14 inputs are no multiple|'scales' has shape|no multiple of the group"),
+        ("gptq", put("qweight", lambda t: t[:-1]), "'g_idx' has shape"),
         ("fp8", filled("weight_scale_inv", float("nan")), "'weight_scale_inv' holds NaN or infinite scales"),
         ("ct-fp8-tensor", filled("weight_scale", float("inf")), "'weight_scale' holds NaN or infinite scales"),
         ("awq", filled("scales", float("inf"), 7), "'scales' holds NaN or infinite scales"),
@@ -358,6 +399,10 @@ def filled(leaf, value, place=0):
         ("fp8", put("weight", lambda t: t.to(torch.float8_e5m2)), "is F8_E5M2, which no supported quantisation has"),
         ("fp8", put("weight_scale", lambda _: torch.ones(1)), "'weight_scale' stand for the same scales"),
         ("ct-int4", put("weight_zero_point", lambda _: torch.ones(4, 1, dtype=torch.int32)), "says that there are none"),
+        ("ct-int4", put("weight_zero_point", lambda _: torch.ones(32, dtype=torch.int32)), r"\[32\] instead of \[4, 1\]"),
+        ("ct-int8", put("weight", lambda t: t[:0]), r"'weight' has shape \[0, 32\], which is that of no matrix"),
+        ("ct-fp8-tensor", put("weight", lambda t: t[:, :0].clone()), r"'weight' has shape \[32, 0\], which is that of no"),
+        ("gptq", put("qweight", lambda t: t[0].clone()), r"'qweight' has shape \[32\], which is that of no matrix"),
         ("modelopt", put("pre_quant_scale", lambda _: torch.ones(32)), "'pre_quant_scale', which NVFP4 of Mod"),
         ("gptq", put("weight_scale", lambda _: torch.ones(32)), "'weight_scale', which GPTQ does not have"),
     ],
@@ -383,7 +428,6 @@ _GROUP = {"targets": ["Linear"]}
         ("fp8", {"weight_block_size": [128]}, "weight_block_size must be two positive integers"),
         ("fp8", {"weight_block_size": 128}, "weight_block_size has the wrong type"),
         ("fp8", {"expert_dtype": "fp4"}, "expert_dtype 'fp4'"),
-        ("ct-int4", {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is set: scales of K/V are not read; set the key"),
         ("ct-int4", {"transform_config": {"config_groups": {}}}, "transform_config is set: rotations"),
         ("ct-int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "format 'sparse-24-bitmask' is not supported"),
         ("ct-int4", {"format": "marlin-24"}, "int4 in format 'marlin-24' is not supported"),
@@ -396,8 +440,9 @@ _GROUP = {"targets": ["Linear"]}
         ("ct-int4", {"ignore": ["re:(("]}, "is no regular expression"),
         ("fp8", {"modules_to_not_convert": ["model.layers.0"]}, "is stored quantised, but quantization_config leaves it out"),
         ("modelopt", {"ignore": ["*self_attn*"]}, "is stored quantised, but quantization_config leaves it out"),
-        ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; supported are NVFP4"),
-        ("modelopt", {"kv_cache_quant_algo": "FP8"}, "kv_cache_quant_algo is set: scales of K/V"),
+        ("modelopt", {"quant_algo": "W4A8_AWQ"}, "quant_algo 'W4A8_AWQ' is not supported; supported are NVFP4, FP8"),
+        ("modelopt", {"quant_algo": None}, "is stored quantised, but quantization_config leaves it out"),
+        ("modelopt-fp8", {"config_groups": {"a": {"weights": {"num_bits": 4}}}}, "num_bits 4 is not supported"),
         ("modelopt", {"group_size": 32}, "group_size 32 is not supported"),
         ("awq", {"bits": 8}, "bits 8 is not supported; supported are 4"),
         ("awq", {"version": "gemv"}, "version 'gemv' is not supported; supported are gemm"),
@@ -406,7 +451,7 @@ _GROUP = {"targets": ["Linear"]}
         ("awq", {"group_size": 32}, "48 inputs are no multiple of the group of 32"),
         ("gptq", {"bits": 3}, "bits 3 is not supported; supported are 4, 8"),
         ("gptq", {"bits": True}, "bits has the wrong type: True"),
-        ("gptq", {"bits": 8}, "'scales' has shape|no multiple"),
+        ("gptq", {"bits": 8}, "'scales' has shape"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format 'marlin' is not supported; supported are gptq, gptq_v2"),
         ("gptq", {"dynamic": {"+:.*down": {"bits": 8}}}, "dynamic gives '.:.*down' settings of its own"),
         ("gptq", {"pack_dtype": "int16"}, "pack_dtype 'int16'"),

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "rounding.h"
 
 namespace chunkattn {
 namespace {
@@ -160,7 +161,7 @@ class States {
       const int64_t head = int64_t(item.row + line / per_row_) * step.heads + item.kv_head * per_row_ + line % per_row_;
       const int64_t to = head * step.head_dim;
       if (step.format == Format::bf16) {
-        for (int d = 0; d < step.head_dim; d++) static_cast<uint16_t *>(step.out)[to + d] = bf16(values[d] * by);
+        for (int d = 0; d < step.head_dim; d++) static_cast<uint16_t *>(step.out)[to + d] = rounded_bf16(values[d] * by);
       } else {
         for (int d = 0; d < step.head_dim; d++) static_cast<float *>(step.out)[to + d] = values[d] * by;
       }
@@ -168,12 +169,6 @@ class States {
   }
 
  private:
-  static uint16_t bf16(float x) {  // rounds to nearest, ties to even
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fc0;
-  }
-
   void merge(int line, const State &from, int of) {
     if (from.total[of] == 0) return;
     const float most = std::max(state_.maximum[line], from.maximum[of]);

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "parallel.h"
+#include "rounding.h"
 
 namespace chunkattn {
 namespace {
@@ -16,14 +17,6 @@ constexpr int kRowsOfPiece = 64;    // that a task copies; a multiple of the row
 constexpr int kMostPanelRows = 16;
 constexpr int kChain = 16 * kShortRows;  // pairs up to which more short calls follow
 constexpr int kGranule = 32;        // outputs of a task are a multiple
-
-// Rounds to the nearest, ties to even. NaN stays NaN.
-inline uint16_t nearest_bf16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return uint16_t(bits >> 16 | 0x40);
-  return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 // Pairs [begin, begin + rows) of one group.
 struct Segment {
@@ -143,7 +136,7 @@ void add_factors(const GroupedRows<uint16_t> &given, const GroupFactors *factors
     rounded.assign(size_t(depth) * rows, 0);
     for (int row = 0; row < rows; row++)
       for (int k = 0; k < of.rank; k++)
-        rounded[size_t(row) * depth + row % halves * of.depth + k] = nearest_bf16(first[i].out[int64_t(row / halves) * of.rank + k]);
+        rounded[size_t(row) * depth + row % halves * of.depth + k] = rounded_bf16(first[i].out[int64_t(row / halves) * of.rank + k]);
     outer.resize(std::max<size_t>(outer.size(), size_t(of.outputs) * given.pairs));
     const GroupedRows<uint16_t> next{rounded.data(), rows, depth, numbers.data(), halves == 2 ? twice.data() : given.sizes, rows, given.groups};
     const GroupWeight second{of.outer, outputs, outer.data()};

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "packed.h"
+#include "rounding.h"
 
 namespace chunkattn {
 namespace {
@@ -131,17 +132,6 @@ template <class L> bool pack_panel(const uint8_t *rows, int64_t stride, int dept
   return finite;
 }
 
-uint16_t half_of(float x) {  // rounds to nearest, ties to even
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  const uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7fffffff;
-  if (magnitude > 0x7f800000) return sign | 0x7e00;
-  if (magnitude >= 0x47800000) return sign | 0x7c00;
-  if (magnitude < 0x38800000) return sign | uint32_t(std::nearbyint(std::ldexp(double(std::fabs(x)), 24)));
-  const uint32_t rounded = magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1);
-  return sign | rounded >> 13;
-}
-
 void quantize_block(const float (&x)[kBlock], uint8_t *to) {
   int32_t bits[kBlock], most = 0;
   memcpy(bits, x, sizeof x);
@@ -150,7 +140,7 @@ void quantize_block(const float (&x)[kBlock], uint8_t *to) {
   float magnitude;
   memcpy(&magnitude, &most, sizeof most);
   const float scale = magnitude / 127, inverse = scale > 0 ? 1 / scale : 0, by = std::isfinite(inverse) && finite ? inverse : 0;
-  const uint16_t half = finite ? half_of(scale) : 0x7e00;
+  const uint16_t half = finite ? rounded_f16(scale) : 0x7e00;
   memcpy(to, &half, sizeof half);
   if (!finite) return void(memset(to + 2, 0, kBlock));
   for (int i = 0; i < kBlock; i++) {  // rounds halves away from zero, as gguf does

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <limits>
 
+#include "rounding.h"
 #include "vectors.h"
 
 namespace chunkattn {
@@ -30,15 +31,6 @@ inline Floats take(Format format, const void *from, int64_t at, int count) {
 inline Halves rounded_bf16(Floats x) {
   const Words bits = (Words)x, up = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
   return __builtin_convertvector(x == x ? up : up * 0 + 0x7fc0u, Halves);
-}
-inline uint16_t rounded_f16(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  const uint32_t sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return sign | 0x7e00u;
-  if (magnitude >= 0x477ff000u) return sign | 0x7c00u;  // 65,520 and more
-  if (magnitude < 0x38800000u) return sign | uint32_t(std::nearbyint(std::fabs(x) * 16777216.f));
-  return sign | (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1u)) >> 13;
 }
 inline Halves rounded_f16(Floats x) {
 #if defined(__AVX512F__)
