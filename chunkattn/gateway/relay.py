@@ -124,7 +124,8 @@ class Relay:
             ApiError: the body cannot be read, is too large, or names a document that is not stored.
         """
         path, headers = scope["path"], dict(scope["headers"])
-        listed, keys, by_default = outgoing_headers(scope), Keys(), "/v1/models" in path
+        listed, keys = outgoing_headers(scope), Keys()
+        by_default = "/v1/models" in path and bool(self._candidates({}, True))  # the answer tells the method
         if body and scope["method"] == "POST" and is_json(headers.get(b"content-type", b"application/json").decode("latin-1")):
             authorization = headers.get(b"authorization", b"").decode("latin-1")
             resolved, keys, by_default = await self._resolved(scope, path, body, authorization)
@@ -245,9 +246,9 @@ class Relay:
 
         def may(name: str) -> bool:
             before = tried.get(name)
-            return name not in others and (before is None or (not before.begun and states[name].heard > before.at))
+            return before is None or (not before.begun and states[name].heard > before.at)
 
-        names = self._watch.candidates(may)
+        names = self._watch.candidates(may, others)
         return [name for name in names if name not in tried] or names
 
     def _others(self, by_default: bool) -> Collection[str]:

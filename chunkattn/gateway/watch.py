@@ -24,6 +24,8 @@ _WAITING_S = 0.2
 DOCUMENT_SHARE = 0.9
 """Share of a cache that holds documents; questions, answers and the unused ends of pages take the rest."""
 DEFAULT_BYTES_PER_TOKEN = 4.0
+_GONE_S = 60.0
+"""Seconds after which a replica that is down has no say in the default method of decisions. A restart takes less."""
 
 
 @dataclass
@@ -32,13 +34,15 @@ class ReplicaState:
 
     Attributes:
         report: last report; None before the first.
-        heard: time of the last report, in seconds of the monotonic clock.
+        reported: time of the last report, in seconds of the monotonic clock.
+        heard: that time, or a later one at which its silence was acted on.
         lost: whether a connection, or two reports, failed since.
         down: whether the replica refused or broke the connection of a report since, or has hung.
         failures: reports that failed since the last one.
     """
 
     report: Report | None = None
+    reported: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
     lost: bool = False
     down: bool = False
@@ -48,6 +52,11 @@ class ReplicaState:
     def is_ready(self) -> bool:
         """Return whether the replica takes requests."""
         return self.report is not None and self.report.ready and not self.lost
+
+    @property
+    def is_gone(self) -> bool:
+        """Return whether the replica has been down for so long that it may not come back."""
+        return self.down and time.monotonic() - self.reported > _GONE_S
 
     @property
     def decide_method(self) -> str | None:
@@ -108,11 +117,12 @@ class Watch:
 
     @property
     def decide_method(self) -> str | None:
-        """Return the default method of decisions of most replicas, as last told, lost ones included; None if none tells it.
+        """Return the default method of decisions of most replicas, as last told; None if none tells it.
 
-        Of methods of equally many, the first by name counts, so gateways that share nothing agree.
+        Those that have been down for long do not count. Of methods of equally many, the first by name does, so that gateways
+        which have heard the same agree.
         """
-        told = Counter(state.decide_method for state in self.states.values())
+        told = Counter(state.decide_method for state in self.states.values() if not state.is_gone)
         return min(filter(None, told), key=lambda method: (-told[method], method), default=None)
 
     def deciding_otherwise(self) -> set[str]:
@@ -124,7 +134,7 @@ class Watch:
         """Return the names of the replicas that take requests and whose engines answer."""
         return [name for name, state in self.states.items() if state.is_ready and state.is_responsive]
 
-    def candidates(self, may: Callable[[str], bool] = lambda name: True) -> list[str]:
+    def candidates(self, may: Callable[[str], bool] = lambda name: True, others: Collection[str] = ()) -> list[str]:
         """Return the names of the replicas to send to: those that take requests, or else those that may be alive.
 
         Of these the ones whose engines answer, if there are any: an engine may be in one long step. A replica may report late
@@ -132,8 +142,9 @@ class Watch:
 
         Args:
             may: whether a replica may be named.
+            others: names of replicas that do not count, whatever their state.
         """
-        states = self.states
+        states = {name: state for name, state in self.states.items() if name not in others}
         taking = [n for n, s in states.items() if s.is_ready]
         taking = taking or [n for n, s in states.items() if not s.down and s.report is not None and s.report.ready]
         names = list(filter(may, taking))
@@ -223,7 +234,8 @@ class Watch:
             return
         before, was_ready, was_responsive = state.report, state.is_ready, state.is_responsive
         former_method = state.decide_method
-        state.report, state.heard, state.lost, state.down, state.failures = report, time.monotonic(), False, False, 0
+        state.reported = state.heard = time.monotonic()
+        state.report, state.lost, state.down, state.failures = report, False, False, 0
         restarted = before is not None and before.generation != report.generation
         if restarted:
             logger.warning("replica %s has restarted; its cache is empty", name)

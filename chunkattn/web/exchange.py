@@ -139,6 +139,7 @@ class Exchange(RequestResponseCycle):
                 await asyncio.sleep(_LEAVING_S)
                 if self.disconnected or self.transport.is_reset():
                     self.drop()  # nobody reads an answer
+                    self.transport.abort()  # else a connection whose reading is paused would stay
                     return {"type": "http.disconnect"}
         return message
 

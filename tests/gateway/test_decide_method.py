@@ -2,6 +2,7 @@
 
 import pytest
 
+from chunkattn.gateway import watch
 from chunkattn.schema.parts import decides_by_default
 from tests.gateway.rig import COMPLETE, Replica, answered_by, rig, run, until
 
@@ -70,12 +71,39 @@ def test_a_method_does_not_change_while_its_replicas_are_gone():
             assert refused.status_code == 503
             assert "no replica that decides by letters, as most do, takes requests" in refused.json()["error"]["message"]
             assert (await decide(made, "one", method="letters")).status_code == 200
+            assert answered_by(await made.http.get("/v1/models")) == c.port
             await a.open()
             await made.ready(a, c)
             assert answered_by(await decide(made, "one")) == a.port
             c.report = {**c.report, "decide_method": "letters"}
             await until(lambda: not made.gateway.watch.deciding_otherwise())
             assert {answered_by(await decide(made, f"two {number} " * 50)) for number in range(24)} == {a.port, c.port}
+
+    run(case)
+
+
+def test_replicas_that_stay_away_have_no_say(monkeypatch):
+    monkeypatch.setattr(watch, "_GONE_S", 0.2)
+
+    async def case():
+        a, b, c = replicas("letters", "letters", "likelihood")
+        async with rig(a, b, c) as made:
+            a.kill()
+            b.kill()
+            await until(lambda: made.gateway.watch.decide_method == "likelihood")
+            assert answered_by(await decide(made, "one")) == c.port
+
+    run(case)
+
+
+def test_late_replicas_of_the_method_are_asked_rather_than_ready_ones_of_another():
+    async def case():
+        a, b, c = replicas("letters", "letters", "likelihood")
+        async with rig(a, b, c, report_period_s=60) as made:
+            for late in (a, b):
+                made.gateway.watch.states[late.url].lost = True
+            assert made.gateway.watch.candidates() == [c.url]
+            assert {*made.gateway.watch.candidates(others=made.gateway.watch.deciding_otherwise())} == {a.url, b.url}
 
     run(case)
 

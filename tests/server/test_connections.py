@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import struct
 import time
 
 import pytest
@@ -240,5 +241,32 @@ def test_a_large_body_over_its_keys_share_is_refused_by_its_head(tmp_path):
         assert seen == [b"Bearer first", b"Bearer second"]
         assert not waiting.done()
         waiting.cancel()
+
+    run(case)
+
+
+@pytest.mark.parametrize("size", [70_000, 200_000, 400_000])
+def test_a_connection_that_is_reset_before_its_body_is_read_ends(size):
+    """Its reading may be paused, so that nothing else would tell."""
+    ends = []
+
+    async def late(scope, receive, send):
+        await asyncio.sleep(0.2)
+        while (message := await receive()).get("more_body"):
+            pass
+        ends.append(message["type"])
+        await hello(scope, receive, send)
+
+    async def case():
+        async with listening(late, ServerConfig()) as (port, connections):
+            client = socket.create_connection(("127.0.0.1", port), timeout=20)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            head = f"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: {size}\r\n\r\n".encode()
+            await asyncio.to_thread(client.sendall, head + b"a" * size)
+            await asyncio.sleep(0.1)
+            client.close()  # with a reset
+            while connections or not ends:
+                await asyncio.sleep(0.01)
+            assert ends == ["http.disconnect"]
 
     run(case)
