@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from chunkattn.errors import ConfigError, RequestError, shown
 
 MAX_NAME_CHARS = 128
+NOT_OPEN = "an adapter by lora_path needs the option enable_lora"
 _MARK = "\x1f"
 """Separator of the parts of a salt; no name holds it."""
 _BEGIN = f"{_MARK}lora{_MARK}"

@@ -65,10 +65,11 @@ class EngineConfig:
         quantization: `"int8"` rounds the matrices of an unquantised checkpoint to packed blocks of 8 bits at the load, on CPUs.
         adapter: folder or hub id of a LoRA adapter that PEFT saved; the load adds its products to the weights in float32 and
             rounds once. Matrices that it touches are not packed.
-        lora_modules: adapters that requests choose by name, each `name=folder` or a hub id; servers take the name as `model`.
+        lora_modules: adapters that requests choose by name, each `name=PLACE`, a folder or hub id; servers take the name as
+            `model`.
         enable_lora: let calls bring adapters of their own (`lora_request`). Every matrix then has room for factors.
         max_loras: adapters that the engine holds at once with `enable_lora`, those of `lora_modules` included. Requests of more
-            take turns.
+            wait their turn, and later requests behind them.
         max_lora_rank: largest rank of adapters by request; smaller ones cost as much.
         attention_backend: name of a registered attention backend: `"cpu"`, `"pallas_gpu"`, `"pallas_tpu"`, `"xla"`,
             `"reference"` or another one; `"auto"` chooses by platform, and compares a kernel for GPUs or TPUs with `xla` first.

@@ -11,7 +11,7 @@ from itertools import count
 from numbers import Integral
 from typing import Any
 
-from chunkattn.adapter_salt import LoRARequest
+from chunkattn.adapter_salt import NOT_OPEN, LoRARequest
 from chunkattn.calibration import label_scales_of
 from chunkattn.calls.algorithms import check_algorithm
 from chunkattn.calls.decide_questions import AnswerLabels
@@ -201,11 +201,13 @@ class Frontend:
             The place and the folder; None for an adapter that no call has brought.
 
         Raises:
-            RequestError: there is no such folder, and the hub has no such repository.
+            RequestError: there is no such folder, and the hub has no such repository; or calls cannot bring adapters.
         """
         known, place = self.adapters.get(request.lora_name), str(request.lora_path or "")
         if known is not None and place in ("", known[0]):
             return known
+        if place and not self.config.enable_lora and request.lora_name not in self.config.lora_names:
+            raise RequestError(NOT_OPEN, param="lora_request")
         try:
             return (place, str(adapter_folder(place))) if place else None
         except ModelError as error:

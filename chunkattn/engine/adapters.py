@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from chunkattn.adapter_salt import split
+from chunkattn.adapter_salt import NOT_OPEN, split
 from chunkattn.config import EngineConfig
 from chunkattn.engine.request import Request
 from chunkattn.errors import CapacityError, ConfigError, ModelError, RequestError
@@ -43,13 +43,14 @@ class LoadedAdapters:
     Attributes:
         slots: slots of the adapters.
         slot_of: slot of each adapter that has one, by digest, the least recently used first.
+        num_read: number of adapters read again for a request.
     """
 
     def __init__(self, slots: AdapterSlots, spec: DecoderSpec, adapters: Mapping[str, Adapter], *, is_open: bool) -> None:
         self.slots, self._spec, self._is_open = slots, spec, is_open
         self.slot_of: OrderedDict[str, int] = OrderedDict()
-        self._digests: dict[str, str] = {}  # by name
-        self._folders: dict[str, Path] = {}  # by digest
+        self._known: dict[str, tuple[Path, str]] = {}  # folder and digest by name
+        self.num_read = 0
         self._fixed: set[int] = set()
         for name, adapter in adapters.items():
             if adapter.digest not in self.slot_of:
@@ -93,9 +94,9 @@ class LoadedAdapters:
             RequestError: the adapter has never been loaded.
         """
         name, _ = split(salt_key)
-        if name is not None and name not in self._digests:
+        if name is not None and name not in self._known:
             raise RequestError(f"the adapter {name!r} is not loaded; name one of lora_modules, or load it", param="model")
-        return None if name is None else self._digests[name]
+        return None if name is None else self._known[name][1]
 
     def load(self, name: str, folder: Path, holders: Iterable[Request]) -> None:
         """Read an adapter that a request brings, unless its name is known, and put it into a slot if one is free or idle.
@@ -109,18 +110,18 @@ class LoadedAdapters:
             RequestError: the name stands for another adapter, the adapter is unusable, or requests cannot bring adapters.
             CapacityError: the adapters of `lora_modules` have all slots.
         """
-        digest = self._digests.get(name, "")
-        if self._folders.get(digest) == folder:
+        known, digest = self._known.get(name, (None, ""))
+        if known == folder:
             return
         if not self._is_open:
-            raise RequestError("an adapter by lora_path needs the option enable_lora", param="lora_request")
+            raise RequestError(NOT_OPEN, param="lora_request")
         try:
             adapter = read_adapter(folder, self._spec)
             adapter.check_choosable(self._spec, self.slots.shape.rank)
         except (ModelError, ConfigError) as error:
             raise RequestError(str(error), param="lora_request") from None
         if digest not in ("", adapter.digest):
-            text = f"stands for other contents, of {self._folders[digest]}; give this adapter a name of its own"
+            text = f"stands for other contents, of {known}; give this adapter a name of its own"
             raise RequestError(f"lora_name {name!r} {text}", param="lora_request")
         if len(self._fixed) == self.slots.count and adapter.digest not in self.slot_of:
             text = f"the adapters of lora_modules have all {self.slots.count} slots; raise max_loras"
@@ -157,19 +158,23 @@ class LoadedAdapters:
         if digest not in self.slot_of:
             if (slot := self._idle(holders)) is None:
                 return False
-            self._put(slot, self._read_again(request, self._folders[digest]))
+            self._put(slot, self._read_again(request))
         self.slot_of.move_to_end(digest)
         return True
 
-    def _read_again(self, request: Request, folder: Path) -> Adapter:
-        try:
-            adapter = read_adapter(folder, self._spec)
-        except ModelError as error:
-            raise LostAdapterError(request, f"the adapter cannot be read again: {error}") from None
-        if adapter.digest != request.adapter:
-            text = f"the adapter in {folder} has changed since it was loaded; pass it under a new lora_name"
-            raise LostAdapterError(request, text)
-        return adapter
+    def _read_again(self, request: Request) -> Adapter:
+        reason = ""
+        for folder in [folder for folder, digest in self._known.values() if digest == request.adapter]:
+            try:
+                adapter = read_adapter(folder, self._spec)
+            except ModelError as error:
+                reason = f"the adapter cannot be read again: {error}"
+                continue
+            if adapter.digest == request.adapter:
+                self.num_read += 1
+                return adapter
+            reason = f"the adapter in {folder} has changed since it was loaded; pass it under a new lora_name"
+        raise LostAdapterError(request, reason)
 
     def _idle(self, holders: Iterable[Request]) -> int | None:
         """Return a slot that is free, or that of the least recently used idle adapter; None if there is none."""
@@ -179,7 +184,7 @@ class LoadedAdapters:
         return next((slot for slot in self.slot_of.values() if slot not in used), None)
 
     def _note(self, name: str, adapter: Adapter) -> None:
-        self._digests[name], self._folders[adapter.digest] = adapter.digest, adapter.path
+        self._known[name] = adapter.path, adapter.digest
 
     def _put(self, slot: int, adapter: Adapter) -> None:
         for digest in [digest for digest, own in self.slot_of.items() if own == slot]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import threading
 
@@ -279,6 +280,21 @@ def test_an_adapter_that_changes_while_it_has_no_slot_fails_its_request(checkpoi
     with pytest.raises(RequestError, match="cannot be read again"):
         one.precompute([1], [[2]], lora_request=changing)
     assert one.generate(prompt, GREEDY, lora_request=a)[0].outputs[0].finish_reason
+
+
+def test_two_names_may_stand_for_equal_contents(checkpoint, adapters, one_slot, tmp_path):
+    """Each has a folder of its own, and one that is gone does not matter to the other."""
+    one, (a, b) = one_slot
+    twin, prompt = LoRARequest("twin", 4, str(tmp_path / "twin")), {"prompt_token_ids": [1, 2, 3]}
+    shutil.copytree(a.lora_path, twin.lora_path)
+    expected = values(one.generate(prompt, GREEDY, lora_request=a)[0])
+    assert values(one.generate(prompt, GREEDY, lora_request=twin)[0]) == expected
+    shutil.rmtree(twin.lora_path)
+    reads = one.core.adapters.num_read
+    assert values(one.generate([prompt] * 2, GREEDY, lora_request=[b, a])[1]) == expected
+    assert one.core.adapters.num_read > reads
+    fixed = LLM(str(checkpoint("qwen3")), **OPTIONS, lora_modules=(f"a={a.lora_path}", f"b={a.lora_path}"))
+    assert values(fixed.generate(prompt, GREEDY, lora_request=a)[0]) == expected
 
 
 def test_the_adapters_of_lora_modules_may_leave_no_slot(build, adapters, oracle):
