@@ -25,7 +25,7 @@ _MOST_EXTRA = 64
 
 
 class Connection(Protocol):
-    """What the limits know of a connection.
+    """Connection, as far as the limits know it.
 
     Attributes:
         is_known: whether it counts among the known connections.
