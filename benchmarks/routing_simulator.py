@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 
 
 BYTES_PER_TOKEN = 4
-_ENGINE = SimpleNamespace(client=SimpleNamespace(restarts=0, limits=None), config=SimpleNamespace(lora_names=()))
+_ENGINE = SimpleNamespace(
+    client=SimpleNamespace(restarts=0, limits=None), config=SimpleNamespace(lora_names=()), decide_method=None
+)
 """Engine of the replicas' logs."""
 
 
