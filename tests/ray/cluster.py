@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,8 +27,13 @@ KINDS = {
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+    """Return a port that nobody listens on, outside the range that outgoing connections and Ray's workers take theirs from."""
+    while True:
+        try:
+            with socket.create_server(("127.0.0.1", 29_700 + secrets.randbelow(3_000))) as listening:
+                return listening.getsockname()[1]
+        except OSError:
+            continue
 
 
 def wait_for(check: Callable[[], object], seconds: float, what: str) -> object:

@@ -99,7 +99,7 @@ def start(log: Path, config: dict[str, Any], *, wait: bool = True) -> Cluster:
     """
     folder = Path(tempfile.mkdtemp(prefix="ray-"))  # short: the paths of sockets are limited
     args, port = AppOptions.of(config["applications"][0]["args"]), config["http_options"]["port"]
-    first = 20_000 + secrets.randbelow(300) * 64
+    first = 20_000 + secrets.randbelow(150) * 64
     token = secrets.token_hex(32)
     dashboard = f"http://127.0.0.1:{free_port()}"
     server = args.server_config
@@ -126,7 +126,7 @@ def start(log: Path, config: dict[str, Any], *, wait: bool = True) -> Cluster:
         file = folder / "serve.yaml"
         file.write_text(yaml.safe_dump(config))
         deploy = [str(command / "serve"), "deploy", "--address", dashboard, str(file)]
-        subprocess.run(deploy, env=processes.variables, cwd=ROOT, check=True, capture_output=True, timeout=START_S)
+        _run_until_it_works(deploy, processes.variables)
         if wait:
             cluster.wait_until_running()
     except BaseException:
@@ -134,3 +134,18 @@ def start(log: Path, config: dict[str, Any], *, wait: bool = True) -> Cluster:
         cluster.remove_files()
         raise
     return cluster
+
+
+def _run_until_it_works(command: list[str], variables: dict[str, str]) -> None:
+    """Run a command again while it fails: a cluster that just started may not answer its own processes in time."""
+
+    def works() -> bool:
+        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
+        outputs.append(done.stdout + done.stderr)
+        return done.returncode == 0
+
+    outputs: list[str] = []
+    try:
+        wait_for(works, START_S, "deployed")
+    except AssertionError:
+        raise AssertionError(f"{' '.join(command)} failed {len(outputs)} times:\n{outputs[-1]}") from None
