@@ -22,6 +22,8 @@ _CHECK_S = 0.25
 _LOG_EVERY_S = 10.0
 _MOST_EXTRA = 64
 """Strangers that are accepted at most while all connections are taken."""
+_ABANDONED_PER_S, _MOST_ABANDONED = 16.0, 32.0
+"""Large bodies that the clients of a key may abandon: a second, and at once. Reading one costs the event loop a millisecond."""
 
 
 class Connection(Protocol):
@@ -46,6 +48,15 @@ def too_many() -> ApiError:
     return ApiError(503, "the server has too many connections; try again", code="too_many_connections")
 
 
+def abandoned() -> ApiError:
+    """Return the refusal of a large body of a key whose clients leave too many behind. The rest of the body is left unread."""
+    text = (
+        f"clients of this API key left more than {_ABANDONED_PER_S:g} large requests a second before they were read; "
+        "wait for the answers, and try again"
+    )
+    return ApiError(429, text, code="requests_abandoned", Connection="close", **{"Retry-After": "1"})
+
+
 @dataclass
 class ConnectionLimits:
     """State shared by all connections of a server.
@@ -62,6 +73,8 @@ class ConnectionLimits:
         draining: whether every answer ends its connection, because the server stops soon.
         strangers: the strangers, oldest first.
         known: number of other connections.
+        abandoned: for each key's name, when its clients last left a large body behind, in seconds of the monotonic clock, and
+            how many count then.
         refused: connections and requests refused since the start.
         logged: time of the last log line about refusals, in seconds of the monotonic clock.
     """
@@ -73,6 +86,7 @@ class ConnectionLimits:
     draining: bool = False
     strangers: dict[Connection, None] = field(default_factory=dict)
     known: int = 0
+    abandoned: dict[str, tuple[float, float]] = field(default_factory=dict)
     refused: int = 0
     logged: float = float("-inf")
 
@@ -104,21 +118,48 @@ class ConnectionLimits:
             self.known += 1
 
     def check_room(self, headers: Iterable[Header]) -> None:
-        """Refuse a large body while as many of its key's wait as may. By its head a request is refused at the least cost.
+        """Refuse a large body while as many of its key's wait as may, or while its key's clients leave too many of them behind.
+
+        By its head a request is refused at the least cost.
 
         Raises:
-            ApiError: 429, the key's bodies take its room.
+            ApiError: 429, the key's bodies take its room, or are not waited for.
         """
-        if self.keys is None or self.keys.file is None or self.shares is None or not self.shares.bodies.waiting:
+        if self.shares is None or not (self.shares.bodies.waiting or self.abandoned):
             return
+        name = self._sender(headers)
+        if name is None:
+            return
+        if self.shares.bodies.is_full(name):
+            self._note("large bodies of a key over max_body_bytes_per_client %d", self.shares.bodies.most_each)
+            raise self.shares.no_room()
+        if self._count_abandoned(name) > _MOST_ABANDONED:
+            self._note("large bodies of a key whose clients leave more than %d a second behind", int(_ABANDONED_PER_S))
+            raise abandoned()
+
+    def abandon(self, headers: Iterable[Header]) -> None:
+        """Count a request whose client left before its body was used."""
+        if (name := self._sender(headers)) is not None:
+            self.abandoned[name] = time.monotonic(), self._count_abandoned(name) + 1
+
+    def _count_abandoned(self, name: str) -> float:
+        """Return how many abandoned bodies of a key count now."""
+        since, count = self.abandoned.get(name, (0.0, 0.0))
+        count -= _ABANDONED_PER_S * (time.monotonic() - since)
+        if count <= 0:
+            self.abandoned.pop(name, None)
+        return max(count, 0.0)
+
+    def _sender(self, headers: Iterable[Header]) -> str | None:
+        """Return the name of a large body's key; None for another request, and where no key file tells clients apart."""
+        if self.keys is None or self.keys.file is None:
+            return None
         sent = dict(headers)
         length = sent.get(b"content-length", b"")
         if not length.isdigit() or int(length) <= SMALL_BODY:
-            return
+            return None
         holder = self.keys.holder(sent.get(b"authorization", b"").decode("latin-1"))
-        if holder is not None and self.shares.bodies.is_full(holder.name):
-            self._note("large bodies of a key over max_body_bytes_per_client %d", self.shares.bodies.most_each)
-            raise self.shares.no_room()
+        return None if holder is None else holder.name
 
     def leave(self, connection: Connection) -> None:
         """Count a connection that has ended."""

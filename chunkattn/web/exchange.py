@@ -114,17 +114,25 @@ class Exchange(RequestResponseCycle):
 
     Args:
         is_draining: function that returns whether the answer should be the last one of its connection.
+        on_abandoned: called when the client has left before its body was handed on.
         keep_alive_header: header of answers after which the connection stays open.
         **options: arguments of uvicorn's class.
     """
 
     transport: Any
 
-    def __init__(self, *, is_draining: Callable[[], bool], keep_alive_header: tuple[bytes, bytes], **options: Any) -> None:
+    def __init__(
+        self,
+        *,
+        is_draining: Callable[[], bool],
+        on_abandoned: Callable[[], None],
+        keep_alive_header: tuple[bytes, bytes],
+        **options: Any,
+    ) -> None:
         super().__init__(**options)
-        self._is_draining, self._keep_alive_header = is_draining, keep_alive_header
+        self._is_draining, self._on_abandoned, self._keep_alive_header = is_draining, on_abandoned, keep_alive_header
         self._ends_with_connection = False
-        self._size = 0
+        self._size, self._is_whole = 0, False
 
     async def receive(self) -> Any:
         """Return the next part of the body, or `http.disconnect`.
@@ -135,12 +143,17 @@ class Exchange(RequestResponseCycle):
         message = await super().receive()
         if message["type"] == "http.request":
             self._size += len(message["body"])
-            if self._size > _LARGE and not message["more_body"] and self.transport.has_input():
+            self._is_whole = not message["more_body"]
+            if self._size > _LARGE and self._is_whole and self.transport.has_input():
+                self.flow.resume_reading()  # a client's end is seen, and answered by a probe
                 await asyncio.sleep(_LEAVING_S)
                 if self.disconnected or self.transport.is_reset():
                     self.drop()  # nobody reads an answer
                     self.transport.abort()  # else a connection whose reading is paused would stay
+                    self._on_abandoned()
                     return {"type": "http.disconnect"}
+        elif not self._is_whole:
+            self._on_abandoned()
         return message
 
     async def send(self, message: Any) -> None:

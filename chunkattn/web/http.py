@@ -7,6 +7,7 @@ import http
 import logging
 import time
 import urllib.parse
+from functools import partial
 from typing import Any
 
 import httptools
@@ -318,6 +319,7 @@ class BoundedHttp(HttpToolsProtocol):
         """Start the request, or let it wait for the answers before its own."""
         cycle = self.cycle = Exchange(
             is_draining=lambda: self._limits.draining and not self.pipeline,
+            on_abandoned=partial(self._limits.abandon, self.headers),
             keep_alive_header=self._keep_alive_header,
             scope=self.scope,
             transport=self.transport,

@@ -9,10 +9,12 @@ import pytest
 import uvloop
 
 from chunkattn.fair_shares import FairShares
+from chunkattn.web import connection_limits
 from chunkattn.web.bodies import SMALL_BODY
 from chunkattn.web.keys import Keys, Shares
 from chunkattn.web.options import ServerConfig
 from tests.http_rig import listening, read_answer
+from tests.patience import PATIENCE_S
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
@@ -241,6 +243,47 @@ def test_a_large_body_over_its_keys_share_is_refused_by_its_head(tmp_path):
         assert seen == [b"Bearer first", b"Bearer second"]
         assert not waiting.done()
         waiting.cancel()
+
+    run(case)
+
+
+def test_large_bodies_of_a_key_whose_clients_leave_them_behind_are_refused_by_their_heads(tmp_path, monkeypatch):
+    """The application does not see them. Small bodies and other keys pass, and after a while the key's large ones too."""
+    monkeypatch.setattr(connection_limits, "_MOST_ABANDONED", 3)
+    (tmp_path / "keys").write_text("a:first\nb:second\n")
+    keys, ends = Keys(None, str(tmp_path / "keys"), None), []
+
+    async def reading(scope, receive, send):
+        while (message := await receive()).get("more_body"):
+            pass
+        ends.append(message["type"])
+        await hello(scope, receive, send)
+
+    async def status(port, key, size):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head(key, size) + b"a" * size)
+        answer = await read_answer(reader, "POST")
+        writer.close()
+        return answer.status
+
+    def head(key, size):
+        return f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Length: {size}\r\n\r\n".encode()
+
+    async def case():
+        shares = Shares(1, FairShares(1 << 20))
+        async with listening(reading, ServerConfig(), keys=keys, shares=shares) as (port, _):
+            for size in (80_000, 80_000, 300_000, 300_000):
+                with socket.create_connection(("127.0.0.1", port)) as client:
+                    client.sendall(head("first", size) + b"a" * (size - size % 3))  # whole, or its last bytes missing
+            while len(ends) < 4:
+                await asyncio.sleep(0.01)
+            assert ends == ["http.disconnect"] * 4
+            assert await status(port, "first", 80_000) == 429
+            assert [await status(port, "first", 10), await status(port, "second", 80_000)] == [200, 200]
+            until = time.monotonic() + PATIENCE_S
+            while await status(port, "first", 80_000) != 200:
+                assert time.monotonic() < until
+                await asyncio.sleep(0.1)
 
     run(case)
 
