@@ -48,13 +48,13 @@ def too_many() -> ApiError:
     return ApiError(503, "the server has too many connections; try again", code="too_many_connections")
 
 
-def abandoned() -> ApiError:
+def too_many_abandoned() -> ApiError:
     """Return the refusal of a large body of a key whose clients leave too many behind. The rest of the body is left unread."""
     text = (
         f"clients of this API key left more than {_ABANDONED_PER_S:g} large requests a second before they were read; "
         "wait for the answers, and try again"
     )
-    return ApiError(429, text, code="requests_abandoned", Connection="close", **{"Retry-After": "1"})
+    return ApiError(429, text, code="requests_abandoned")
 
 
 @dataclass
@@ -135,15 +135,16 @@ class ConnectionLimits:
             raise self.shares.no_room()
         if self._count_abandoned(name) > _MOST_ABANDONED:
             self._note("large bodies of a key whose clients leave more than %d a second behind", int(_ABANDONED_PER_S))
-            raise abandoned()
+            raise too_many_abandoned()
 
     def abandon(self, headers: Iterable[Header]) -> None:
-        """Count a request whose client left before its body was used."""
+        """Count a request whose client left before its body was used. A second without more forgives any number."""
         if (name := self._sender(headers)) is not None:
-            self.abandoned[name] = time.monotonic(), self._count_abandoned(name) + 1
+            count = min(self._count_abandoned(name) + 1, _MOST_ABANDONED + _ABANDONED_PER_S)
+            self.abandoned[name] = time.monotonic(), count
 
     def _count_abandoned(self, name: str) -> float:
-        """Return how many abandoned bodies of a key count now."""
+        """Return how many abandoned bodies of a key count now; forget a key for which none does."""
         since, count = self.abandoned.get(name, (0.0, 0.0))
         count -= _ABANDONED_PER_S * (time.monotonic() - since)
         if count <= 0:
@@ -151,12 +152,12 @@ class ConnectionLimits:
         return max(count, 0.0)
 
     def _sender(self, headers: Iterable[Header]) -> str | None:
-        """Return the name of a large body's key; None for another request, and where no key file tells clients apart."""
+        """Return the name of the key of a body that may be large; None without, and where no key file tells clients apart."""
         if self.keys is None or self.keys.file is None:
             return None
         sent = dict(headers)
         length = sent.get(b"content-length", b"")
-        if not length.isdigit() or int(length) <= SMALL_BODY:
+        if b"transfer-encoding" not in sent and (not length.isdigit() or int(length) <= SMALL_BODY):
             return None
         holder = self.keys.holder(sent.get(b"authorization", b"").decode("latin-1"))
         return None if holder is None else holder.name

@@ -132,7 +132,7 @@ class Exchange(RequestResponseCycle):
         super().__init__(**options)
         self._is_draining, self._on_abandoned, self._keep_alive_header = is_draining, on_abandoned, keep_alive_header
         self._ends_with_connection = False
-        self._size, self._is_whole = 0, False
+        self._size, self._is_whole, self._is_refused = 0, False, False
 
     async def receive(self) -> Any:
         """Return the next part of the body, or `http.disconnect`.
@@ -152,7 +152,7 @@ class Exchange(RequestResponseCycle):
                     self.transport.abort()  # else a connection whose reading is paused would stay
                     self._on_abandoned()
                     return {"type": "http.disconnect"}
-        elif not self._is_whole:
+        elif not (self._is_whole or self._is_refused):
             self._on_abandoned()
         return message
 
@@ -175,9 +175,13 @@ class Exchange(RequestResponseCycle):
         if self.keep_alive and b"connection" not in names:
             self.default_headers = [*self.default_headers, self._keep_alive_header]
 
-    def drop(self) -> None:
-        """End the request: its application sees a client that has left, and sends nothing more."""
-        self.disconnected = True
+    def drop(self, *, refused: bool = False) -> None:
+        """End the request: its application sees a client that has left, and sends nothing more.
+
+        Args:
+            refused: whether the server ends it, not the client.
+        """
+        self.disconnected, self._is_refused = True, refused or self._is_refused
         self.message_event.set()
 
 

@@ -251,7 +251,7 @@ class BoundedHttp(HttpToolsProtocol):
             elif running is None or running.response_started:
                 answer = b""
             if self.cycle is running:
-                running.drop()
+                running.drop(refused=True)
                 running = None
         if running is not None:
             self._last_words = answer

@@ -26,12 +26,17 @@ KINDS = {
 """Text in the command line of each kind of process."""
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
     """Return a port that nobody listens on, outside the range that outgoing connections and Ray's workers take theirs from."""
     while True:
         try:
             with socket.create_server(("127.0.0.1", 29_700 + secrets.randbelow(3_000))) as listening:
-                return listening.getsockname()[1]
+                if (port := listening.getsockname()[1]) not in _given:
+                    _given.add(port)
+                    return port
         except OSError:
             continue
 

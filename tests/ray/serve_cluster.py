@@ -126,7 +126,7 @@ def start(log: Path, config: dict[str, Any], *, wait: bool = True) -> Cluster:
         file = folder / "serve.yaml"
         file.write_text(yaml.safe_dump(config))
         deploy = [str(command / "serve"), "deploy", "--address", dashboard, str(file)]
-        _run_until_it_works(deploy, processes.variables)
+        _run_until_it_works(deploy, processes)
         if wait:
             cluster.wait_until_running()
     except BaseException:
@@ -136,11 +136,12 @@ def start(log: Path, config: dict[str, Any], *, wait: bool = True) -> Cluster:
     return cluster
 
 
-def _run_until_it_works(command: list[str], variables: dict[str, str]) -> None:
-    """Run a command again while it fails: a cluster that just started may not answer its own processes in time."""
+def _run_until_it_works(command: list[str], processes: Processes) -> None:
+    """Run a command again while it fails and the cluster lives, which may not answer its own processes in time at first."""
 
     def works() -> bool:
-        done = subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
+        assert processes.main.poll() is None, "the cluster has ended"
+        done = subprocess.run(command, env=processes.variables, cwd=ROOT, capture_output=True, text=True, timeout=START_S)
         outputs.append(done.stdout + done.stderr)
         return done.returncode == 0
 
@@ -148,4 +149,4 @@ def _run_until_it_works(command: list[str], variables: dict[str, str]) -> None:
     try:
         wait_for(works, START_S, "deployed")
     except AssertionError:
-        raise AssertionError(f"{' '.join(command)} failed {len(outputs)} times:\n{outputs[-1]}") from None
+        raise AssertionError(f"{' '.join(command)} failed {len(outputs)} times:\n{''.join(outputs[-1:])}") from None

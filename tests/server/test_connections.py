@@ -259,31 +259,60 @@ def test_large_bodies_of_a_key_whose_clients_leave_them_behind_are_refused_by_th
         ends.append(message["type"])
         await hello(scope, receive, send)
 
-    async def status(port, key, size):
+    def request(key, size, *, chunked=False):
+        framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+        head = f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{framing}\r\n\r\n".encode()
+        return head + (b"%x\r\n" % size if chunked else b"") + b"a" * size + (b"\r\n0\r\n\r\n" if chunked else b"")
+
+    async def status(port, *sent, **framing):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(head(key, size) + b"a" * size)
+        writer.write(request(*sent, **framing))
         answer = await read_answer(reader, "POST")
         writer.close()
         return answer.status
 
-    def head(key, size):
-        return f"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\nContent-Length: {size}\r\n\r\n".encode()
+    def leave(port, data):
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+            client.sendall(data)
 
     async def case():
         shares = Shares(1, FairShares(1 << 20))
         async with listening(reading, ServerConfig(), keys=keys, shares=shares) as (port, _):
-            for size in (80_000, 80_000, 300_000, 300_000):
-                with socket.create_connection(("127.0.0.1", port)) as client:
-                    client.sendall(head("first", size) + b"a" * (size - size % 3))  # whole, or its last bytes missing
+            whole, chunked = request("first", 300_000), request("first", 80_000, chunked=True)
+            for data in (whole, whole, whole[:100_000], chunked[:-9]):
+                await asyncio.to_thread(leave, port, data)
             while len(ends) < 4:
                 await asyncio.sleep(0.01)
+            assert [await status(port, "first", 80_000), await status(port, "first", 80_000, chunked=True)] == [429, 429]
             assert ends == ["http.disconnect"] * 4
-            assert await status(port, "first", 80_000) == 429
             assert [await status(port, "first", 10), await status(port, "second", 80_000)] == [200, 200]
             until = time.monotonic() + PATIENCE_S
             while await status(port, "first", 80_000) != 200:
                 assert time.monotonic() < until
                 await asyncio.sleep(0.1)
+
+    run(case)
+
+
+def test_a_body_that_the_server_does_not_wait_for_counts_as_none_that_its_client_left(tmp_path, monkeypatch):
+    monkeypatch.setattr(connection_limits, "_MOST_ABANDONED", 0)
+    (tmp_path / "keys").write_text("a:first\n")
+    head = b"POST / HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer first\r\nContent-Length: 70000\r\n\r\n"
+
+    async def reading(scope, receive, send):
+        while (message := await receive()).get("more_body"):
+            pass
+        if message["type"] == "http.request":
+            await hello(scope, receive, send)
+
+    async def case():
+        keys, shares = Keys(None, str(tmp_path / "keys"), None), Shares(1, FairShares(1 << 20))
+        async with listening(reading, ServerConfig(body_timeout_s=0.5), keys=keys, shares=shares) as (port, _):
+            for sent, status in ((head, 408), (head + b"a" * 70_000, 200)):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(sent)
+                assert (await read_answer(reader, "POST")).status == status
+                writer.close()
 
     run(case)
 
