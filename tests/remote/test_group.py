@@ -107,15 +107,19 @@ def test_hosts_join_in_any_order_and_notice_an_end(context, started, port, monke
     assert sorted(started) == [(0, started[0][1]), (1, started[0][1])]
     assert first.lost() is None
     assert other.lost() is None
-    monkeypatch.setattr(first_host, "_LEAVE_S", 0.2)
-    first.end()
-    assert other.receive() == [End()]
+    monkeypatch.setattr(first_host, "_LEAVE_S", PATIENCE_S)
+    ending = in_thread(first.end)  # waits for the other
+    until, told = time.monotonic() + PATIENCE_S, []
+    while not told and time.monotonic() < until:
+        told = other.receive()
+    assert told == [End()]
     assert not other.has_ended
-    until = time.monotonic() + PATIENCE_S
     while not other.has_ended and time.monotonic() < until:  # the end comes over either connection first
         other.hear(busy=False)
     assert other.has_ended
     other.end()
+    ending.join(PATIENCE_S)
+    assert not ending.is_alive()
 
 
 def test_an_end_of_the_first_host_is_no_error(monkeypatch, caplog):
