@@ -6,9 +6,9 @@
 
 The command compiles for each chip: one layer's call of the kernels in the main settings, with the static schedule of their
 inner loops; JAX's splash attention (with an equal mask) and ragged paged attention for comparison; whole steps of Qwen3-0.6B
-and, where it fits, Llama-3-8B; and a layer of experts. Failed compilations report the reason. `--quick` is the common case on
-v6e, in a few seconds; `--grid` compiles every supported head_dim, page size and dtype instead. Shares are estimates from
-bundles; they are not measured on a chip.
+and, where it fits, Llama-3-8B; a layer of experts; and a recurrent layer. Failed compilations report the reason. `--quick` is
+the common case on v6e, in a few seconds; `--grid` compiles every supported head_dim, page size and dtype instead. Shares are
+estimates from bundles; they are not measured on a chip.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.tpu  # noqa: F401  sets libtpu's environment
-from benchmarks import experts_aot
+from benchmarks import experts_aot, recurrent_aot
 from benchmarks.tpu import attention, peers, step
 from benchmarks.tpu.chips import CHIPS
 from benchmarks.tpu.schedule import dump_schedules
 
-PARTS = "kernels", "peers", "steps", "experts"
+PARTS = "kernels", "peers", "steps", "experts", "recurrent"
 _SCHEDULES: Path | None = None
 
 
@@ -43,6 +43,8 @@ def _compile(case: Any) -> dict[str, Any]:
         return step.compile_step(case)
     if isinstance(case, experts_aot.ExpertsCase):
         return experts_aot.compile_experts(case, CHIPS[case.chip].sharding(), inputs_first=True)
+    if isinstance(case, recurrent_aot.RecurrentCase):
+        return recurrent_aot.compile_recurrent(case, CHIPS[case.chip].sharding())
     if isinstance(case, attention.Case):
         return attention.compile_case(case, _SCHEDULES)
     assert _SCHEDULES is not None
@@ -74,6 +76,8 @@ def describe(result: dict[str, Any]) -> str:
         name += ", batch invariant" if result["batch_invariant"] else ""
     elif result["kind"] == "experts":
         name = f"{result['rows']} rows of a layer of experts of {result['experts_mib']} MiB"
+    elif result["kind"] == "recurrent":
+        name = f"{result['rows']} rows of {result['walks']} walks in a recurrent layer with a cache of {result['pool_mib']} MiB"
     elif result["kind"] == "splash":
         name = f"head_dim {result['head_dim']}, tile {result['rows']} x {result['slots']} by {result['compute']}"
     else:
@@ -85,7 +89,7 @@ def describe(result: dict[str, Any]) -> str:
     line += f"{result['seconds']} s, HBM {result['hbm_mib']:.0f} MiB, {result['temporary_mib']:g} of them temporary"
     if result["kind"] == "step":
         return line + f", of {result['hbm_limit_mib']}: {'fits' if result['fits'] else 'DOES NOT FIT'}"
-    if result["kind"] == "experts":
+    if result["kind"] in ("experts", "recurrent"):
         return line
     line += f", VMEM {max(result['vmem_mib'].values(), default=0):g} MiB"
     if scalar := result.get("smem_kib"):
@@ -144,9 +148,10 @@ def main() -> None:
                 "peers": (peer for head_dim in (64, 128, 256) for peer in peers.peers(chip, head_dim)),
                 "steps": step.steps(chip, args.layers),
                 "experts": experts_aot.cases(chip),
+                "recurrent": recurrent_aot.cases(chip),
             }
             for part in args.only or PARTS:
-                (plain if part in ("steps", "experts") else calls).extend(parts[part])
+                (plain if part in ("steps", "experts", "recurrent") else calls).extend(parts[part])
     results = []
     for result in compile_all(calls, plain):
         results.append(result)
@@ -159,9 +164,8 @@ def main() -> None:
             Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if unread := {result["unread"] for result in results if "unread" in result}:
         sys.exit("\n".join(sorted(unread)))
-    ours = [
-        result for result in results if result["kind"] in ("attention", "step", "experts")
-    ]  # a peer's tiles may be too large
+    # A peer's tiles may be too large.
+    ours = [result for result in results if result["kind"] in ("attention", "step", "experts", "recurrent")]
     sys.exit(not all(result["compiled"] and result.get("fits", True) for result in ours))
 
 

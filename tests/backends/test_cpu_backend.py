@@ -111,8 +111,9 @@ def _check_program(folder, source, *flags):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not build.compiler(), reason="no C++ compiler")
-def test_kernels_equal_double_precision_on_any_number_of_threads(tmp_path):
-    done = subprocess.run([_check_program(tmp_path, "cpu_check.cc"), "6"], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("source", ["cpu_check.cc", "recurrence_check.cc"])
+def test_kernels_equal_double_precision_on_any_number_of_threads(tmp_path, source):
+    done = subprocess.run([_check_program(tmp_path, source), "6"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith("portable     largest error ")
     assert len(done.stdout.splitlines()) == 4 if platform.machine() == "x86_64" else 1
@@ -134,7 +135,7 @@ def test_packed_products_have_one_result_on_every_kernel_and_processor(tmp_path)
 @pytest.mark.slow
 @pytest.mark.skipif(not build.compiler(), reason="no C++ compiler")
 @pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
-@pytest.mark.parametrize("source", ["cpu_check.cc", "packed_check.cc"])
+@pytest.mark.parametrize("source", ["cpu_check.cc", "packed_check.cc", "recurrence_check.cc"])
 def test_sanitizers_find_nothing(tmp_path, source, sanitizers):
     program = _check_program(tmp_path, source, f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all")
     done = subprocess.run([program, "4"], capture_output=True, text=True, check=False)

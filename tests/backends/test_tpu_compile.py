@@ -17,7 +17,7 @@ def compiled(*options):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
-    ours = [case for case in found if case["kind"] in ("attention", "step", "experts")]
+    ours = [case for case in found if case["kind"] in ("attention", "step", "experts", "recurrent")]
     assert not [(case["chip"], case["error"]) for case in ours if not case["compiled"]]
     return [case for case in found if case["compiled"]]
 
@@ -49,6 +49,13 @@ def test_experts_are_not_copied():
     cases = compiled("--topology", "v6e", "--only", "experts")
     assert [case["rows"] for case in cases] == [1, 64, 2048]
     assert all(case["temporary_mib"] < case["experts_mib"] / 2 for case in cases)
+
+
+def test_states_of_a_recurrent_layer_are_written_in_place():
+    cases = compiled("--topology", "v6e", "--only", "recurrent")
+    assert {case["rows"] for case in cases} == {64, 2048}
+    assert all(case["aliased_mib"] == case["pool_mib"] for case in cases)
+    assert all(case["temporary_mib"] < case["pool_mib"] / 4 for case in cases)
 
 
 @pytest.mark.exhaustive

@@ -26,6 +26,7 @@ XLA_FFI_Error *ChunkattnMultiplySeveral(XLA_FFI_CallFrame *frame) { return handl
 XLA_FFI_Error *ChunkattnMultiply(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnPackedMultiply(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnPackedGather(XLA_FFI_CallFrame *frame) { return handle(frame); }
+XLA_FFI_Error *ChunkattnRecurrence(XLA_FFI_CallFrame *frame) { return handle(frame); }
 XLA_FFI_Error *ChunkattnNormalise(XLA_FFI_CallFrame *frame) { return handle(frame); }
 #ifndef OLD
 XLA_FFI_Error *ChunkattnRead(XLA_FFI_CallFrame *frame) { return handle(frame); }

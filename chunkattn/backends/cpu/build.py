@@ -35,8 +35,10 @@ KERNELS = {
     "amx": (*_AVX512, "-mamx-tile", "-mamx-bf16"),
 }
 """Compiler flags of each kernel for x86-64; other processors get the portable kernel alone."""
-PARTS = ("attention", "dispatch", "groups", "packed", "packed_load")
+PARTS = ("attention", "dispatch", "groups", "packed", "packed_load", "recurrence")
 """Sources of every program that calls the kernels, without `.cc`."""
+FFI_PARTS = ("ffi", "ffi_groups", "ffi_recurrence")
+"""Sources of the operators as XLA calls them."""
 _NO_CONTRACTION = ("-ffp-contract=off",)
 """Products of packed weights round at the same places in every kernel."""
 PACKED_KERNELS = {
@@ -118,7 +120,7 @@ def objects(cxx: str, folder: Path, names: tuple[str, ...], flags: tuple[str, ..
     jobs = [("kernel", name, extra) for name, extra in kernels().items()]
     jobs += [("packed_kernel", f"packed_{name}", extra) for name, extra in packed_kernels().items()]
     for_ffi = ("-isystem", str(ffi_headers()), f'-DCHUNKATTN_SOURCES="{sources_digest()}"') if "ffi" in names else ()
-    own = {"ffi": for_ffi, "ffi_groups": for_ffi, "packed": _NO_CONTRACTION, "packed_load": _NO_CONTRACTION}
+    own = dict.fromkeys(FFI_PARTS, for_ffi) | dict.fromkeys(("packed", "packed_load"), _NO_CONTRACTION)
     jobs += [(name, name, own.get(name, ())) for name in names]
 
     def one(job: tuple[str, str, tuple[str, ...]]) -> Path:
@@ -145,7 +147,7 @@ def build(to: Path = LIBRARY) -> Path:
         raise BuildError("there is no C++ compiler; install g++ or clang++, or name one in CXX")
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:
         made = Path(folder) / to.name
-        files = objects(cxx, Path(folder), (*PARTS, "ffi", "ffi_groups"))
+        files = objects(cxx, Path(folder), (*PARTS, *FFI_PARTS))
         runtime = () if sys.platform == "darwin" else ("-static-libstdc++", "-static-libgcc", "-Wl,--strip-all")
         _run([*shlex.split(cxx), "-shared", "-pthread", *runtime, *map(str, files), "-o", str(made)])
         try:

@@ -28,10 +28,11 @@ READ = "chunkattn_read"
 PACKED_MULTIPLY = "chunkattn_packed_multiply"
 PACKED_GATHER = "chunkattn_packed_gather"
 PACKED_GROUPS = "chunkattn_packed_groups"
+RECURRENCE = "chunkattn_recurrence"
 """Names of the operators in XLA programs. The library has each without underscores, its words capitalised."""
 _OPERATORS = (
     *(ATTENTION, ATTEND_HEADS, FACTORS, GATE, GROUPS, LARGEST, MULTIPLY, MULTIPLY_SEVERAL, NORM, NORMALISE, READ),
-    *(PACKED_MULTIPLY, PACKED_GATHER, PACKED_GROUPS),
+    *(PACKED_MULTIPLY, PACKED_GATHER, PACKED_GROUPS, RECURRENCE),
 )
 KERNEL_VARIABLE = "CHUNKATTN_CPU_KERNEL"
 """Environment variable that picks a kernel by name, for tests; by default the best kernel of the machine runs."""

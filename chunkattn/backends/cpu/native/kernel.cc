@@ -11,6 +11,7 @@
 #include "few_lines.h"
 #include "normaliser.h"
 #include "products.h"
+#include "recurrence_kernel.h"
 #include "rows.h"
 #if defined(__AMX_BF16__)
 #include "readout.h"
@@ -224,13 +225,13 @@ void attend(const Step &step, const Portion &portion, const State &state) {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, read_outputs, kRows, nullptr};
+const Kernel kAmx = {"amx", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, read_outputs, kRows, nullptr, kRecurrence};
 #elif defined(__AVX512BF16__)
-const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, &kPanels};
+const Kernel kAvx512Bf16 = {"avx512_bf16", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, &kPanels, kRecurrence};
 #elif defined(__AVX2__)
-const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, nullptr};
+const Kernel kAvx2 = {"avx2", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, nullptr, kRecurrence};
 #else
-const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, nullptr};
+const Kernel kPortable = {"portable", attend, multiply, kRowsOfCall, kOutputsOfCall, normalise, nullptr, kRows, nullptr, kRecurrence};
 #endif
 
 }  // namespace chunkattn

@@ -96,13 +96,17 @@ void norm(const Norm &given, int first, int last) {
   }
 }
 
-void gate(const Gate &given, int64_t first, int64_t last) {
+inline Floats logistic(Floats x) {
   constexpr float kLog2E = 1.44269504f;
+  const Floats power = x * kLog2E, least = splat(-126.f);
+  return power < least ? Floats{} : 1.f / (exp2_of(-larger(power, least)) + 1.f);
+}
+
+void gate(const Gate &given, int64_t first, int64_t last) {
   each_piece(last - first, [&](int64_t at, int count) {
     const int64_t i = first + at;
-    const Floats x = take<Format::f32>(given.gate, i, count), power = x * kLog2E, least = splat(-126.f);
-    const Floats factor = power < least ? Floats{} : 1.f / (exp2_of(-larger(power, least)) + 1.f);
-    put(given.format, given.out, i, count, x * factor * take<Format::f32>(given.up, i, count));
+    const Floats x = take<Format::f32>(given.gate, i, count);
+    put(given.format, given.out, i, count, x * logistic(x) * take<Format::f32>(given.up, i, count));
   });
 }
 

@@ -129,6 +129,8 @@ struct PanelKernel {
   void (*multiply)(const RowProduct &, const uint32_t *panels, int first, int last);
 };
 
+struct RecurrenceKernel;  // recurrence.h
+
 struct Kernel {
   const char *name;
   // Adds a portion to the empty state of its rows' lines.
@@ -142,6 +144,7 @@ struct Kernel {
   void (*read)(const RowReading &, int first, int last);
   const RowKernel &rows_alone;
   const PanelKernel *panels;  // null in kernels other than `avx512_bf16`
+  const RecurrenceKernel &recurrence;
 };
 
 extern const Kernel kPortable;
