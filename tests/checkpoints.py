@@ -23,8 +23,13 @@ from transformers import (
     PretrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -85,6 +90,28 @@ ROPE_OF_MINISTRAL3 = {
     "llama_4_scaling_beta": 0.5,
 }
 
+_DELTA_NET = {
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
+}
+_MROPE = {"rope_parameters": _DELTA_NET["rope_parameters"] | {"mrope_section": [3, 3, 2], "mrope_interleaved": True}}
+_DELTA_EXPERTS = {
+    "num_experts": 7,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+_PATCHES = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 4, "out_hidden_size": 64}
+"""Vision part of Qwen3.5, which is not read."""
+_QWEN3_5_MOE = Qwen3_5MoeTextConfig(
+    **{name: value for name, value in _SHAPE.items() if name != "intermediate_size"}, **_DELTA_NET | _MROPE, **_DELTA_EXPERTS
+)
+
 CHECKPOINTS: dict[str, PretrainedConfig] = {
     "llama": _llama(tie_word_embeddings=False),
     "llama-bias": _llama(attention_bias=True, mlp_bias=True, num_key_value_heads=4),
@@ -144,12 +171,23 @@ CHECKPOINTS: dict[str, PretrainedConfig] = {
     "phi3": Phi3Config(**_SHAPE, rope_parameters={"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.75}),
     "seed_oss": SeedOssConfig(**_SHAPE, head_dim=32, attention_out_bias=True, mlp_bias=True),
     "smollm3": SmolLM3Config(**_SHAPE, no_rope_layers=[1, 0, 1], tie_word_embeddings=True),
+    "qwen3_5": Qwen3_5TextConfig(**_SHAPE, **_DELTA_NET | _MROPE),
+    "qwen3_5-nested": Qwen3_5Config(
+        text_config=Qwen3_5TextConfig(**_SHAPE, **_DELTA_NET | _MROPE, tie_word_embeddings=True).to_dict(),
+        vision_config=_PATCHES,
+        tie_word_embeddings=True,
+    ),
+    "qwen3_5_moe": _QWEN3_5_MOE,
+    "qwen3_5_moe-nested": Qwen3_5MoeConfig(text_config=_QWEN3_5_MOE.to_dict(), vision_config=_PATCHES),
+    "qwen3_next": Qwen3NextConfig(**_SHAPE, **_DELTA_NET, **_DELTA_EXPERTS, norm_topk_prob=True, mlp_only_layers=[1]),
     "qwen3-64": Qwen3Config(**{**_SHAPE, "num_hidden_layers": 2}, head_dim=64, tie_word_embeddings=True),
 }
+HYBRID = [name for name in CHECKPOINTS if name.startswith(("qwen3_5", "qwen3_next"))]
+"""Checkpoints with recurrent layers."""
 WINDOWED = [name for name in CHECKPOINTS if "window" in name]
-NESTED = [name for name in CHECKPOINTS if "nested" in name and "window" not in name]
-CHUNKABLE = [name for name in CHECKPOINTS if name not in (*WINDOWED, *NESTED, "qwen3-64")]
-DIVISIBLE = [name for name in CHECKPOINTS if name != "olmo2" and "nested" not in name]
+NESTED = [name for name in CHECKPOINTS if "nested" in name and name not in (*WINDOWED, *HYBRID)]
+CHUNKABLE = [name for name in CHECKPOINTS if name not in (*WINDOWED, *NESTED, *HYBRID, "qwen3-64")]
+DIVISIBLE = [name for name in CHECKPOINTS if name != "olmo2" and "nested" not in name and name not in HYBRID]
 """Checkpoints whose text configuration is at the top and whose heads several devices can share."""
 
 
@@ -163,8 +201,12 @@ def make_checkpoint(config: PretrainedConfig, folder: Path, max_shard_size: str 
     torch.manual_seed(0)
     model = (auto or auto_class(config)).from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-4, 1)  # some heads remember a hundred tokens
+            elif name.endswith("dt_bias"):
+                parameter.normal_()
+            elif parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder

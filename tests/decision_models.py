@@ -6,7 +6,15 @@ import re
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer, DecisionPipeline, JevForDecision, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DecisionPipeline,
+    JevForDecision,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 
 from tests.chat_templates import CHATML
 from tests.checkpoints import make_checkpoint
@@ -15,15 +23,22 @@ from tests.reranker_files import SHAPE, add_tokenizer, qwen_tokenizer
 SEGMENTS = ["<|fim_prefix|>", "<|fim_middle|>", "<|box_start|>", "<|box_end|>", "<|fim_suffix|>"]
 LONG = {**SHAPE, "max_position_embeddings": 2048}
 _QWEN2 = {name: value for name, value in LONG.items() if name != "head_dim"}
+_HYBRID = {
+    **LONG,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+}
+_CONFIGS = {"qwen2": (Qwen2Config, _QWEN2), "qwen3": (Qwen3Config, LONG), "qwen3_5": (Qwen3_5TextConfig, _HYBRID)}
 CODES = [*"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
 
 
 def make_base(folder, family="qwen2", *, tie=True):
     """Save a random base model with its tokenizer, which has kev's segment tokens."""
-    config = (
-        Qwen2Config(**_QWEN2, tie_word_embeddings=tie) if family == "qwen2" else Qwen3Config(**LONG, tie_word_embeddings=tie)
-    )
-    make_checkpoint(config, folder)
+    made, fields = _CONFIGS[family]
+    make_checkpoint(made(**fields, tie_word_embeddings=tie), folder)
     tokenizer = qwen_tokenizer()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in SEGMENTS])
     add_tokenizer(folder, tokenizer, chat_template=CHATML)
@@ -100,7 +115,7 @@ def kev_shares(model, tokenizer, head, state, questions, temperature=1.0):
             ids += [option, *plain(own), end]
             ends.append(len(ids) - 1)
         with torch.no_grad():
-            hidden = model(torch.tensor([[*ids, decide]])).last_hidden_state[0]
+            hidden = model(torch.tensor([[*ids, decide]]), use_cache=False).last_hidden_state[0]
         query = hidden[-1] @ head["q.weight"].T + head["q.bias"]
         keys = hidden[ends] @ head["k.weight"].T + head["k.bias"]
         found.append(torch.softmax(keys @ query / len(query) ** 0.5 / temperature, -1).tolist())

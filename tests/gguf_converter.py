@@ -5,8 +5,18 @@ import math
 import gguf
 import numpy as np
 
-ARCHITECTURES = {"gemma3_text": "gemma3", "ministral3": "mistral3", "granitemoehybrid": "granite", "qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "ministral3": "mistral3",
+    "granitemoehybrid": "granite",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+    "qwen3_next": "qwen3next",
+}
 """`general.architecture` by `model_type`, where they differ. Files of Mistral say `llama` or `mistral3`."""
+HYBRID = ("qwen35", "qwen35moe", "qwen3next")
+"""Architectures with recurrent layers, of which the converter leaves Qwen3-Next's value heads in place."""
 _INTERLEAVED = ("llama", "mistral3", "granite", "smollm3")
 
 
@@ -24,7 +34,8 @@ def write_metadata(writer, config, architecture):
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(getattr(config, "shared_intermediate_size", config.intermediate_size))
+    if architecture != "qwen35moe":
+        writer.add_feed_forward_length(getattr(config, "shared_intermediate_size", config.intermediate_size))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
@@ -32,11 +43,13 @@ def write_metadata(writer, config, architecture):
         writer.add_rope_freq_base(full["rope_theta"])
     if architecture not in ("gemma", "gemma3", "olmo2", "seed_oss"):
         writer.add_rope_dimension_count(int(full.get("partial_rotary_factor", 1.0) * head_dim))
-    if architecture == "qwen3moe":
+    if architecture in ("qwen3moe", "qwen35moe", "qwen3next"):
         writer.add_expert_count(config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if architecture in ("qwen3", "qwen3moe", "gemma", "gemma3", "mistral3", "seed_oss"):
+    if architecture in HYBRID:
+        _write_recurrence(writer, config, architecture)
+    if architecture in ("qwen3", "qwen3moe", "gemma", "gemma3", "mistral3", "seed_oss", *HYBRID):
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     _write_scaling(writer, full, architecture, config.max_position_embeddings)
@@ -53,6 +66,21 @@ def write_metadata(writer, config, architecture):
         writer.add_sliding_window(config.sliding_window or 0)
     if architecture == "llama" and getattr(config, "sliding_window", None):  # as others write it
         writer.add_sliding_window(config.sliding_window)
+
+
+def _write_recurrence(writer, config, architecture):
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+    writer.add_ssm_state_size(config.linear_key_head_dim)
+    writer.add_ssm_group_count(config.linear_num_key_heads)
+    writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+    writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    writer.add_full_attention_interval(config.layer_types.index("full_attention") + 1)
+    if architecture == "qwen3next":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+        return
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
+    if architecture == "qwen35moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
 
 
 def _write_scaling(writer, rope, architecture, context):
@@ -72,19 +100,70 @@ def _write_scaling(writer, rope, architecture, context):
 
 
 def stored_modules(names, module, config):
-    """Names of the tensors that the converter makes of a module, whose rows they share equally."""
+    """Names of the tensors that the converter makes of a module, in the order of their rows, see `shares`."""
     if module.endswith("experts.gate_up_proj"):
         return [names.get_name(module.replace("gate_up", part)) for part in ("gate", "up")]
+    if module.endswith("in_proj_qkvz"):
+        return [names.get_name(module.replace("qkvz", part)) for part in ("qkv", "z")]
     if module.endswith("shared_mlp.input_linear"):
         block = f"blk.{module.split('.')[2]}"
         return [f"{block}.ffn_gate", f"{block}.ffn_up"]
     return [names.get_name(module.replace("shared_mlp.output_linear", "mlp.down_proj"))]
 
 
+def stored_name(names, parameter):
+    """Name of the tensor that the converter makes of a parameter without module; None for others."""
+    module, _, leaf = parameter.rpartition(".")
+    if leaf == "dt_bias":
+        return f"{names.get_name(f'{module}.dt_proj')}.bias"
+    return names.get_name(parameter) if leaf == "A_log" else None
+
+
+def shares(module, config, count):
+    """Rows of each tensor that the converter makes of a module, by shares of all rows."""
+    if module.endswith("in_proj_qkvz"):
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        return [2 * keys + values, values]
+    return [1] * count
+
+
+def stored_values(name, values):
+    """The numbers of a vector that the converter writes in place of a parameter's."""
+    return -np.exp(values) if name.endswith("A_log") else values
+
+
 def stored_rows(module, rows, config, architecture):
     """The rows of a matrix or bias in the converter's order; numbers or blocks."""
+    part = module.rpartition(".")[2]
+    if part == "in_proj_qkvz":
+        turns = np.split(rows, config.linear_num_key_heads)
+        per_key = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+        ends = np.cumsum([config.linear_key_head_dim, config.linear_key_head_dim, per_key])
+        return np.concatenate([part for parts in zip(*(np.split(turn, ends) for turn in turns), strict=True) for part in parts])
+    if architecture in ("qwen35", "qwen35moe"):
+        if part in ("in_proj_z", "in_proj_a", "in_proj_b", "A_log", "dt_bias"):
+            return tile(rows, config)
+        if part in ("in_proj_qkv", "conv1d"):
+            keys = 2 * config.linear_num_key_heads * config.linear_key_head_dim
+            return np.concatenate([rows[:keys], tile(rows[keys:], config)])
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(module.rpartition(".")[2])
     return interleave(rows, heads) if architecture in _INTERLEAVED and heads else rows
+
+
+def stored_columns(module, columns, config, architecture):
+    """The columns of a matrix of numbers in the converter's order."""
+    moves = architecture in ("qwen35", "qwen35moe") and module.endswith("linear_attn.out_proj")
+    return tile(columns.T, config).T if moves else columns
+
+
+def tile(rows, config):
+    """Value heads, which lie side by side for one key head, with one value head of every key head in turn instead."""
+    groups = [
+        np.split(group, config.linear_num_value_heads // config.linear_num_key_heads)
+        for group in np.split(rows, config.linear_num_key_heads)
+    ]
+    return np.concatenate([head for heads in zip(*groups, strict=True) for head in heads])
 
 
 def interleave(weight, heads):
@@ -94,7 +173,7 @@ def interleave(weight, heads):
 
 def norm_shift(architecture):
     """The number that the converter adds to the weights of norms."""
-    return 1.0 if architecture in ("gemma", "gemma3") else 0.0
+    return 1.0 if architecture in ("gemma", "gemma3", *HYBRID) else 0.0
 
 
 def rope_tensors(config):

@@ -18,8 +18,11 @@ from transformers import (
     Olmo2Config,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
     modeling_utils,
@@ -123,7 +126,30 @@ FAMILIES = {
     "smollm3": SmolLM3Config(**{**_SHAPE, "num_hidden_layers": 5}, tie_word_embeddings=True, pad_token_id=None),
 }
 """Families beside those of `CONFIGS`, whose files transformers does not read."""
-ALL = CONFIGS | FAMILIES
+_DELTA_NET = {
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {"rope_theta": 1e4, "rope_type": "default", "partial_rotary_factor": 0.5},
+    "pad_token_id": None,
+}
+_DELTA_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+}
+_NO_MLP = {name: value for name, value in _SHAPE.items() if name != "intermediate_size"}
+HYBRIDS = {
+    "qwen35": Qwen3_5TextConfig(**_SHAPE, **_DELTA_NET, tie_word_embeddings=True),
+    "qwen35moe": Qwen3_5MoeTextConfig(**_NO_MLP, **_DELTA_NET, **_DELTA_EXPERTS),
+    "qwen3next": Qwen3NextConfig(**_SHAPE, **_DELTA_NET, **_DELTA_EXPERTS, norm_topk_prob=True),
+}
+"""Families with recurrent layers."""
+ALL = CONFIGS | FAMILIES | HYBRIDS
 ARCHITECTURES = {"mistral-window": "llama", "mistral3": "mistral3"}
 """`general.architecture` of files that could have several."""
 HALVES = {
@@ -137,6 +163,8 @@ HALVES = {
     Kind.IQ3_S: (0,),
 }
 """Types that the gguf package only reads: bytes of a block that hold float16 scales. All other bytes may be anything."""
+_NEVER_QUANTISED = ("ffn_gate_inp", "ssm_conv1d")
+"""Parts of the names of matrices that llama.cpp keeps in F32: routers and taps."""
 _MINIMA = {Kind.Q2_K: 1.5, Kind.Q4_K: 7.5, Kind.Q5_K: 15.5}
 """Ratio of the second scale to the first that centres random values on zero."""
 
@@ -182,6 +210,7 @@ class Written:
         self.path, self.config, self.kind, self._kinds = path, config, kind, kinds or {}
         self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         self.architecture = architecture = architecture or converter.architecture_of(config)
+        self._spread_memory()
         key = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
         names = gguf.get_tensor_name_map(key, config.num_hidden_layers)
         writer = gguf.GGUFWriter(path, architecture, **options)
@@ -190,17 +219,25 @@ class Written:
         written, self._places = {}, {}
         for name, parameter in self.model.named_parameters():
             module, _, leaf = name.rpartition(".")
+            if (place := converter.stored_name(names, name)) is not None:
+                values, _ = self._stored(place, parameter)
+                rows = converter.stored_rows(name, values, config, architecture)
+                written[place] = converter.stored_values(name, rows), None
+                continue
+            parameter = parameter.squeeze(1) if "conv1d" in name else parameter
             stored = converter.stored_modules(names, name if parameter.ndim > 2 else module, config)
             self._places[name] = [f"{place}.{'weight' if parameter.ndim > 2 else leaf}" for place in stored]
             if parameter.ndim > 2:  # of all experts, which have a tensor for each part
                 for place, part in zip(stored, parameter.detach().chunk(len(stored), dim=1), strict=True):
                     written[f"{place}.weight"] = self._stored(f"{place}.weight", part)
                 continue
-            rows, of = self._stored(f"{stored[0]}.{leaf}", parameter)
+            arrange = lambda matrix, module=module: converter.stored_columns(module, matrix, config, architecture)  # noqa: E731
+            rows, of = self._stored(f"{stored[0]}.{leaf}", parameter, arrange)
             rows = converter.stored_rows(module, rows, config, architecture)
-            if name.endswith("norm.weight"):
+            if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
                 rows = rows + np.float32(converter.norm_shift(architecture))
-            for place, part in zip(stored, np.split(rows, len(stored)), strict=True):
+            ends = np.cumsum(converter.shares(module, config, len(stored)))
+            for place, part in zip(stored, np.split(rows, ends[:-1] * len(rows) // ends[-1]), strict=True):
                 written[f"{place}.{leaf}"] = part, of
         written |= {name: (value, None) for name, value in converter.rope_tensors(config).items()}
         for name, value in (tensors or {}).items():
@@ -214,19 +251,32 @@ class Written:
         writer.close()
 
     @torch.no_grad()
-    def _stored(self, name, parameter):
-        """Numbers or blocks of a parameter and their type; the parameter becomes what they hold."""
+    def _spread_memory(self):
+        """Let some recurrent heads remember a hundred tokens."""
+        for name, parameter in self.model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-4, 1)
+            elif name.endswith("dt_bias"):
+                parameter.normal_()
+
+    @torch.no_grad()
+    def _stored(self, name, parameter, arrange=lambda matrix: matrix):
+        """Numbers or blocks of a parameter and their type; the parameter becomes what they hold.
+
+        `arrange` moves the columns of a matrix, which blocks then hold together.
+        """
         value = parameter.numpy()
         if value.ndim == 1:
             value += self._rng.normal(0, 0.1, value.shape).astype(np.float32)
             return value.copy(), None
-        rows, of = self._encoded(name, value)
-        value[:] = gguf.quants.dequantize(rows, of).reshape(value.shape)
+        rows, of = self._encoded(name, np.ascontiguousarray(arrange(value)))
+        places = arrange(np.arange(value.shape[-1])[None])[0] if value.ndim == 2 else slice(None)
+        value[..., places] = gguf.quants.dequantize(rows, of).reshape(value.shape)
         return rows, of
 
     def _encoded(self, name, value):
         of = self._kinds.get(name.removesuffix(".weight").split(".")[-1], self.kind)
-        if "ffn_gate_inp" in name:  # llama.cpp quantises no router
+        if any(part in name for part in _NEVER_QUANTISED):
             of = Kind.F32
         if of not in HALVES:
             return gguf.quants.quantize(value, of), of

@@ -242,8 +242,8 @@ PACKED = {
 
 
 def is_linear(name, value):
-    """Return whether formats quantise a parameter: a projection of attention, an MLP or an expert."""
-    return value.ndim == 2 and name.endswith("proj.weight")
+    """Return whether formats quantise a parameter: a projection of attention, a recurrent layer, an MLP or an expert."""
+    return value.ndim == 2 and name.endswith(("proj.weight", "in_proj_qkv.weight", "in_proj_qkvz.weight", "in_proj_z.weight"))
 
 
 def quantise(kind, tensors, rng, chosen=is_linear):

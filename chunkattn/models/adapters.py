@@ -21,7 +21,9 @@ from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import cause_of, is_present, read_object
 from chunkattn.models.foreign_files import explain_name
 from chunkattn.models.locate import download
+from chunkattn.models.mixers import CONVOLUTIONS
 from chunkattn.models.spec import CLASSES, EMBEDDING, EXPERTS, HEAD, ROUTERS, DecoderSpec
+from chunkattn.models.stored_rows import StoredRows, stored_rows
 
 logger = logging.getLogger(__name__)
 
@@ -137,8 +139,12 @@ class _Place:
     """Rows of a stored module's outputs that are a parameter of the decoder."""
 
     parameter: str
-    rows: slice
+    rows: StoredRows
     inputs: int
+
+
+def _whole(parameter: str, rows: int) -> StoredRows:
+    return StoredRows(parameter, 0, rows, rows, 1)
 
 
 def adapter_folder(place: str | PathLike[str]) -> Path:
@@ -161,7 +167,8 @@ def adapter_folder(place: str | PathLike[str]) -> Path:
 def layer_matrices(spec: DecoderSpec) -> dict[str, tuple[int, int]]:
     """Return the shapes of the matrices of layers that multiply all rows, which an adapter by request may change."""
     shapes = {name: shape for name, shape in spec.parameters().items() if len(shape) == 2 and ".layers." in name}
-    return {n: (s[0], s[1]) for n, s in shapes.items() if not n.endswith(ROUTERS) and f".{EXPERTS}." not in n}
+    others = *ROUTERS, *CONVOLUTIONS
+    return {n: (s[0], s[1]) for n, s in shapes.items() if not n.endswith(others) and f".{EXPERTS}." not in n}
 
 
 def read_adapter(folder: Path, spec: DecoderSpec, *, values: bool = True) -> Adapter:
@@ -326,12 +333,12 @@ class _Reader:
         self._shapes = spec.parameters()
         self._places: dict[str, list[_Place]] = {}
         head = HEAD if spec.num_labels is None else CLASSES
+        rows = {head: _whole(head, spec.vocab_size), **stored_rows(spec)}
         for parameter, shape in {**self._shapes, head: self._shapes.get(head, (spec.vocab_size, spec.hidden_size))}.items():
-            module, _, leaf = parameter.rpartition(".")
-            if leaf == "weight" and len(shape) == 2 and parameter not in (EMBEDDING, CLASSES):
-                held = self._places.setdefault(spec.stored_module(module), [])
-                first = held[-1].rows.stop if held else 0
-                held.append(_Place(parameter, slice(first, first + shape[0]), shape[1]))
+            is_matrix = parameter.endswith(".weight") and len(shape) == 2 and not parameter.endswith(CONVOLUTIONS)
+            if is_matrix and parameter not in (EMBEDDING, CLASSES):
+                stored = rows[parameter].name.removesuffix(".weight")
+                self._places.setdefault(stored, []).append(_Place(parameter, rows[parameter], shape[1]))
 
     def read(self) -> tuple[dict[tuple[str, int | None], Delta], dict[str, np.ndarray]]:
         """Return the products and the heads."""
@@ -381,9 +388,9 @@ class _Reader:
             raise self._wrong(f"{module!r} is not among the target_modules of {CONFIG_FILE}")
         rank = self._config.rank(module)
         a = self._tensor(names["A"], (rank, places[0].inputs))
-        b = self._tensor(names["B"], (places[-1].rows.stop, rank))
+        b = self._tensor(names["B"], (places[0].rows.stored, rank))
         for place in places:
-            yield (place.parameter, expert), Delta(a, b[place.rows], self._config.scale(module))
+            yield (place.parameter, expert), Delta(a, place.rows.of(b), self._config.scale(module))
 
     def _placed(self, module: str) -> tuple[list[_Place], int | None]:
         """Return the places of a module, and the number of its expert, by the base model's name."""
@@ -396,7 +403,7 @@ class _Reader:
         shape = self._shapes.get(parameter := f"{before}.{EXPERTS}.{part}.weight")
         if shape is None or not number.isdecimal() or int(number) >= shape[0]:
             return self._places.get(module, []), None
-        return [_Place(parameter, slice(0, shape[1]), shape[2])], int(number)
+        return [_Place(parameter, _whole(parameter, shape[1]), shape[2])], int(number)
 
     def _check_complete(self, factors: Mapping[str, Any]) -> None:
         """Check that every matrix that the configuration targets has factors."""

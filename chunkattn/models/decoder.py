@@ -1,13 +1,14 @@
-"""The decoder: pre-norm transformer with grouped-query attention and a gated MLP.
+"""The decoder: pre-norm transformer with grouped-query attention or Gated DeltaNet, and a gated MLP.
 
-The decoder works on a flat list of tokens `[T]` from any number of sequences. Attention is a callback, so the paged engine
-and the training of the demo model share the decoder.
+The decoder works on a flat list of tokens `[T]` from any number of sequences. Attention and recurrence are callbacks, so the
+paged engine and the training of the demo model share the decoder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import jax
@@ -15,9 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.base import HeadInputs
+from chunkattn.backends.recurrence import Inputs
 from chunkattn.models.adapter_slots import RowAdapters
 from chunkattn.models.experts import mix, route
 from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
+from chunkattn.models.mixers import EXACT, RECURRENT, Attention, GatedDeltaNet, QueryGrowth
 from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.models.spec import (
@@ -26,12 +29,10 @@ from chunkattn.models.spec import (
     EXPERTS,
     HEAD,
     TRANSPOSED,
-    Attention,
     DecoderSpec,
     Experts,
     LayerSpec,
     Mlp,
-    QueryGrowth,
 )
 from chunkattn.rope.positions import PADDING
 from chunkattn.rope.rotary import apply_rotary, rotary_tables
@@ -40,6 +41,8 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 """Callback from `(layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d])` to `[T, heads, d]`."""
 AttendInputs = Callable[[int, HeadInputs], jax.Array]
 """As `Attend`, with heads that the callback itself normalises and rotates."""
+Recur = Callable[[int, Inputs], jax.Array]
+"""Callback from `(layer, inputs)` of a recurrent layer to float32 `[T, Hv, dv]`, before the gated norm."""
 _GATES = ("gate", "up")
 
 
@@ -75,34 +78,41 @@ class Decoder:
         return self.weights[self.head_name]
 
     def __call__(
-        self, token_ids: jax.Array, positions: jax.Array, attend: Attend, attend_inputs: AttendInputs | None = None
+        self,
+        token_ids: jax.Array,
+        positions: jax.Array,
+        attend: Attend,
+        attend_inputs: AttendInputs | None = None,
+        recur: Recur | None = None,
     ) -> jax.Array:
         """Return the hidden states after the final norm, float32 `[T, hidden]`.
 
         Args:
             token_ids: int32 `[T]` token ids.
             positions: int32 `[T]` position ids; `PADDING` for a row without a token, whose result has no meaning.
-            attend: attention callback, called once per layer, in order.
+            attend: attention callback, called once per layer with attention, in order.
             attend_inputs: callback to call instead, or None.
+            recur: callback called once per recurrent layer, in order; a decoder without such layers needs none.
         """
-        rotaries = dict.fromkeys(layer.mixer.rotary for layer in self.spec.layers)
+        mixers = self.spec.attention.values()
+        rotaries = dict.fromkeys(mixer.rotary for mixer in mixers)
         tables = {rotary: None if rotary is None else rotary_tables(rotary, positions) for rotary in rotaries}
-        kinds = dict.fromkeys(layer.mixer.growth for layer in self.spec.layers)
+        kinds = dict.fromkeys(mixer.growth for mixer in mixers)
         growths = {growth: None if growth is None else self._query_factors(growth, positions) for growth in kinds}
         x, added = self.shards.embed(self.weights[EMBEDDING], token_ids), None
         if self.spec.embedding_scale != 1:
             x = x * jnp.asarray(self.spec.embedding_scale, self.dtype).astype(jnp.float32)
         for index, layer in enumerate(self.spec.layers):
-            name, norms, rotary = f"model.layers.{index}.", layer.norms, tables[layer.mixer.rotary]
-            attention = f"{name}self_attn."
-            x, normed = self._add_norm(x, added, name, norms.before_mixer, [f"self_attn.{part}_proj.weight" for part in "qkv"])
-            q, k, v = self._heads(layer.mixer, normed, attention)
-            if attend_inputs is not None and rotary is not None and layer.mixer.is_plain:
-                scales = self._scales(layer.mixer, attention)
-                out = attend_inputs(index, HeadInputs(q, k, v, *scales, *rotary, self.spec.norm_eps, self.dtype))
+            name, norms, mixer = f"model.layers.{index}.", layer.norms, layer.mixer
+            x, normed = self._add_norm(x, added, name, norms.before_mixer, mixer.readers)
+            if isinstance(mixer, GatedDeltaNet):
+                assert recur is not None, "a recurrent layer needs the callback"
+                out = self._recurrent(partial(recur, index), normed, f"{name}{RECURRENT}")
             else:
-                out = attend(index, *self._prepared(layer.mixer, attention, q, k, v, rotary, growths[layer.mixer.growth]))
-            out = self._linear(out.reshape(len(x), -1), f"{attention}o_proj", self.shards.total)
+                prepare, growth = attend_inputs and partial(attend_inputs, index), growths[mixer.growth]
+                out = self._attention(
+                    mixer, normed, f"{name}self_attn.", tables[mixer.rotary], growth, partial(attend, index), prepare
+                )
             added = self._after(layer, out, name, norms.after_mixer)
             readers = [reader for part in layer.feed_forwards for reader in part.readers]
             x, normed = self._add_norm(x, added, name, norms.before_feed_forward, readers)
@@ -125,13 +135,46 @@ class Decoder:
             logits = jnp.tanh(logits / cap) * cap
         return logits
 
-    def _heads(self, spec: Attention, x: jax.Array, name: str) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries, keys and values, float32 `[T, heads, d]`, from the input `[T, hidden]` of an attention layer."""
+    def _attention(
+        self,
+        spec: Attention,
+        x: jax.Array,
+        name: str,
+        rotary: tuple[jax.Array, jax.Array] | None,
+        growth: jax.Array | None,
+        attend: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+        attend_inputs: Callable[[HeadInputs], jax.Array] | None,
+    ) -> jax.Array:
+        """Return the output of an attention layer, float32 `[T, hidden]`, from an input `[T, hidden]`."""
+        q, k, v, gate = self._heads(spec, x, name)
+        if attend_inputs is not None and rotary is not None and spec.is_plain:
+            out = attend_inputs(HeadInputs(q, k, v, *self._scales(spec, name), *rotary, self.spec.norm_eps, self.dtype))
+        else:
+            out = attend(*self._prepared(spec, name, q, k, v, rotary, growth))
+        if gate is not None:
+            out = out.astype(jnp.float32) * jax.nn.sigmoid(gate)
+        return self._linear(out.reshape(len(x), -1), f"{name}o_proj", self.shards.total)
+
+    def _recurrent(self, recur: Callable[[Inputs], jax.Array], x: jax.Array, name: str) -> jax.Array:
+        """Return the output of a recurrent layer, float32 `[T, hidden]`, from an input `[T, hidden]`."""
+        q, k, v, z, b, a = self._several(x, [f"{name}in_proj_{part}" for part in "qkvzba"])
+        small = (f"{name}{part}" for part in ("conv_q.weight", "conv_k.weight", "conv_v.weight", "A_log", "dt_bias"))
+        out = recur(Inputs(q, k, v, b, a, *(unpacked(self.weights[part]).astype(jnp.float32) for part in small)))
+        normed = rms_norm(out, unpacked(self.weights[f"{name}norm.weight"]), self.spec.norm_eps).reshape(z.shape)
+        product = gated(z, normed, self._dtype_into([f"{name}out_proj.weight"]))
+        return self._linear(product, f"{name}out_proj", self.shards.total)
+
+    def _heads(self, spec: Attention, x: jax.Array, name: str) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """Return queries, keys, values and output gates, float32 `[T, heads, d]`, from the input `[T, hidden]` of a layer."""
         q, k, v = self._several(x, [f"{name}{part}_proj" for part in "qkv"])
+        gate = None
+        if spec.output_gate:
+            q, gate = jnp.split(q.reshape(len(x), -1, 2 * spec.head_dim), 2, axis=-1)
+            q = q.reshape(len(x), -1)
         if spec.qk_norm == "whole":
             q, k = (self._norm(y, f"{name}{part}_norm") for y, part in ((q, "q"), (k, "k")))
         q, k, v = (product.reshape(len(x), -1, spec.head_dim) for product in (q, k, v))
-        return q, k, v
+        return q, k, v, gate
 
     def _scales(self, spec: Attention, name: str) -> tuple[jax.Array | None, jax.Array | None]:
         """Return the factors of the norms of each query and key head, if there are such norms."""
@@ -251,7 +294,7 @@ class Decoder:
 
 
 def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decoder:
-    """Return a decoder with random matrices, norms of ones, and biases of zeros.
+    """Return a decoder with random matrices, norms of ones, and biases of zeros. States of recurrent layers decay slowly.
 
     Args:
         spec: shape of the decoder.
@@ -265,10 +308,19 @@ def random_decoder(spec: DecoderSpec, dtype: jnp.dtype, seed: int = 0) -> Decode
     experts = jax.nn.initializers.lecun_normal(in_axis=2, out_axis=1, batch_axis=0)
     transposed = jax.nn.initializers.lecun_normal(in_axis=1, out_axis=2, batch_axis=0)
     for name, shape in spec.parameters().items():
-        if len(shape) == 1:
+        if name.endswith(EXACT):
+            weights[name] = _decays(name, shape[0])
+        elif len(shape) == 1:
             weights[name] = jnp.full(shape, 0 if name.endswith(".bias") else 1, dtype)
         else:
             draw = embedding if name == EMBEDDING else linear if len(shape) == 2 else experts
             draw = transposed if name.endswith(TRANSPOSED) else draw
             weights[name] = draw(jax.random.fold_in(key, next(numbers)), shape, dtype)
     return Decoder(spec, weights, dtype)
+
+
+def _decays(name: str, heads: int) -> jax.Array:
+    """Return a parameter of the decays of recurrent layers, float32 `[heads]`, as Mamba 2 starts (arXiv:2405.21060)."""
+    if name.endswith("A_log"):
+        return jnp.log(jnp.linspace(1, 16, heads, dtype=jnp.float32))
+    return jnp.log(jnp.expm1(jnp.geomspace(1e-3, 1e-1, heads, dtype=jnp.float32)))

@@ -8,26 +8,19 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from chunkattn.errors import ModelError
-from chunkattn.models.spec import AFTER, AROUND, Attention, DecoderSpec, Experts, Fused, LayerSpec, Mlp, QueryGrowth
-from chunkattn.rope.rotary import is_positive, make_rotary
+from chunkattn.models import family_deltas as own
+from chunkattn.models.family_deltas import FULL, RECURRENT, WINDOWED, delta_net, factor, wrong
+from chunkattn.models.mixers import Attention, GatedDeltaNet
+from chunkattn.models.spec import DecoderSpec, LayerSpec, Mlp
+from chunkattn.rope.rotary import make_rotary
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _CLASSIFIER, _LANGUAGE_MODEL, _BARE = "ForSequenceClassification", "ForCausalLM", "Model"
 _MULTIMODAL = "ForConditionalGeneration"
-WINDOWED, FULL = "sliding_attention", "full_attention"
-"""Types of layers by their names in transformers."""
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Activations of the MLP by their names in transformers."""
-_FUSED_PROJECTIONS: Fused = (
-    ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
-    ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj")),
-)
-_SHARED_MLP: Fused = (
-    ("shared_mlp.input_linear", ("mlp.gate_proj", "mlp.up_proj")),
-    ("shared_mlp.output_linear", ("mlp.down_proj",)),
-)
 
 
 @dataclass(frozen=True)
@@ -46,6 +39,8 @@ class Family:
         partial_rotary: whether `partial_rotary_factor` counts, by which a part of each head is rotated.
         activation_key: key of the MLP's activation.
         limit_is_scaled: whether `max_position_embeddings` includes the factor of a linear scaling.
+        is_hybrid: whether the layers of type `linear_attention` in `layer_types` are recurrent, and attention has a gate.
+        width_key: key of the MLP's width.
         deltas: what else is its own: returns the shape with it. It gets the configuration and the shape without it.
     """
 
@@ -60,146 +55,23 @@ class Family:
     partial_rotary: bool = False
     activation_key: str = "hidden_act"
     limit_is_scaled: bool = False
+    is_hybrid: bool = False
+    width_key: str = "intermediate_size"
     deltas: Callable[[PretrainedConfig, DecoderSpec], DecoderSpec] = lambda config, spec: spec
 
 
-def _gemma(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Add 1 to the weights of norms, and scale the embeddings."""
-    if getattr(config, "use_bidirectional_attention", None):
-        raise _wrong("use_bidirectional_attention is true: bidirectional attention is not supported")
-    return replace(spec, norm_offset=1.0, embedding_scale=config.hidden_size**0.5)
-
-
-def _gemma3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Add norms behind attention and MLP, a scale of the scores, and a cap of the logits."""
-    if config.attn_logit_softcapping is not None:
-        raise _wrong(f"attn_logit_softcapping {config.attn_logit_softcapping!r} is not supported")
-    scale = _factor(config, "query_pre_attn_scalar") ** -0.5
-    cap = None if config.final_logit_softcapping is None else _factor(config, "final_logit_softcapping")
-    return replace(
-        _gemma(config, spec).map(lambda layer: replace(layer, norms=AROUND, mixer=replace(layer.mixer, scale=scale))),
-        logit_cap=cap,
-    )
-
-
-def _granite(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Scale embeddings, scores, residuals and logits."""
-    residual, scale = _factor(config, "residual_multiplier"), _factor(config, "attention_multiplier")
-    return replace(
-        spec.map(lambda layer: replace(layer, residual_scale=residual, mixer=replace(layer.mixer, scale=scale))),
-        embedding_scale=_factor(config, "embedding_multiplier"),
-        logit_scale=1 / _factor(config, "logits_scaling"),
-    )
-
-
-def _granite_hybrid(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Let all layers be Granite's, with the MLP of shared experts as their only one, and perhaps without rotary embedding."""
-    if (experts := config.num_local_experts) != 0:
-        raise _wrong(f"num_local_experts {experts!r}: experts are not supported by Granite 4, only dense models (0) are")
-    kinds = list(config.layer_types)
-    if unknown := sorted(set(kinds) - {FULL}):
-        raise ModelError(f"layer type {unknown[0]!r} is not supported by Granite 4; only {FULL} is")
-    if len(kinds) != spec.num_layers:
-        raise _wrong(f"layer_types has {len(kinds)} entries for {spec.num_layers} layers")
-    width = config.shared_intermediate_size
-    if not isinstance(width, int) or width < 1:
-        raise _wrong(f"shared_intermediate_size must be a positive integer, got {width!r}")
-    rotates = config.position_embedding_type == "rope"
-
-    def change(layer: LayerSpec) -> LayerSpec:
-        mixer = layer.mixer if rotates else replace(layer.mixer, rotary=None)
-        return replace(layer, mixer=mixer, feed_forward=layer.feed_forward and replace(layer.feed_forward, size=width))
-
-    return replace(_granite(config, spec.map(change)), fused=_SHARED_MLP)
-
-
-def _ministral3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Let queries grow with their position."""
-    rope = config.rope_parameters
-    beta, period = rope.get("llama_4_scaling_beta"), rope.get("original_max_position_embeddings")
-    if beta != 0 and not is_positive(beta):
-        raise _wrong(f"rope_parameters: llama_4_scaling_beta must be 0 or a positive finite number, got {beta!r}")
-    if not isinstance(period, int) or period < 1:
-        raise _wrong(f"rope_parameters: original_max_position_embeddings must be a positive integer, got {period!r}")
-    growth = QueryGrowth(float(beta), period) if beta else None
-    return spec.map(lambda layer: replace(layer, mixer=replace(layer.mixer, growth=growth)))
-
-
-def _olmo2(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Put the norms behind attention and MLP."""
-    return spec.map(lambda layer: replace(layer, norms=AFTER))
-
-
-def _phi3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Read projections of one input from one tensor."""
-    return replace(spec, fused=_FUSED_PROJECTIONS)
-
-
-def _experts(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Put experts in place of the MLP of every `decoder_sparse_step`-th layer that is not in `mlp_only_layers`."""
-    names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step")
-    for name in names:
-        value = getattr(config, name, None)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise _wrong(f"{name} must be a positive integer, got {value!r}")
-    count, used, size, step = (getattr(config, name) for name in names)
-    if used > count:
-        raise _wrong(f"num_experts_per_tok {used} is more than num_experts {count}")
-    dense = config.mlp_only_layers
-    if not isinstance(dense, list) or not all(type(layer) is int and 0 <= layer < spec.num_layers for layer in dense):
-        raise _wrong(f"mlp_only_layers must be a list of layers below {spec.num_layers}, got {dense!r}")
-    if config.hidden_act not in ("silu", "swish"):
-        raise _wrong(f"hidden_act {config.hidden_act!r} is not supported by experts; only silu is")
-    experts = Experts(count, used, size, is_normalised=bool(config.norm_topk_prob))
-    layers = (
-        layer if index in dense or (index + 1) % step else replace(layer, feed_forward=None, experts=experts)
-        for index, layer in enumerate(spec.layers)
-    )
-    return replace(spec, layers=tuple(layers))
-
-
-def _qwen2_moe(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Put experts in place of MLPs as `_experts` does, each layer with an MLP of all rows beside them, which has a gate."""
-    shared, biases = config.shared_expert_intermediate_size, bool(config.qkv_bias)
-    if not isinstance(shared, int) or isinstance(shared, bool) or shared < 1:
-        raise _wrong(f"shared_expert_intermediate_size must be a positive integer, got {shared!r}")
-
-    def change(layer: LayerSpec) -> LayerSpec:
-        experts = layer.experts and replace(layer.experts, shared=Mlp(shared), gates_shared=True)
-        return replace(layer, mixer=replace(layer.mixer, qkv_bias=biases), experts=experts)
-
-    return _experts(config, spec).map(change)
-
-
-def _seed_oss(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Let the bias of the output projection have a key of its own."""
-    o_bias = bool(config.attention_out_bias)
-    return spec.map(lambda layer: replace(layer, mixer=replace(layer.mixer, o_bias=o_bias)))
-
-
-def _smollm3(config: PretrainedConfig, spec: DecoderSpec) -> DecoderSpec:
-    """Let the layers without rotary embedding see no positions."""
-    rotates = config.no_rope_layers
-    if not isinstance(rotates, list) or len(rotates) < spec.num_layers:
-        raise _wrong(f"no_rope_layers must have an entry for each of {spec.num_layers} layers, got {rotates!r}")
-    layers = [
-        layer if rotate else replace(layer, mixer=replace(layer.mixer, rotary=None))
-        for layer, rotate in zip(spec.layers, rotates, strict=False)
-    ]
-    return replace(spec, layers=tuple(layers))
-
-
+_HYBRID: dict[str, Any] = {"is_hybrid": True, "partial_rotary": True}
 FAMILIES = {
     "llama": Family("Llama 2/3.x", ("Llama", "LLaMA"), None, None, None, None, "none"),
     "mistral": Family("Mistral", ("Mistral",), False, False, False, None, "all"),
     # transformers reads a Mistral configuration with `layer_types` as Ministral's.
     "ministral": Family("Ministral", ("Ministral", "Mistral"), False, False, False, None, "layer_types"),
-    "ministral3": Family("Ministral 3", ("Ministral3",), False, False, False, None, "all", deltas=_ministral3),
+    "ministral3": Family("Ministral 3", ("Ministral3",), False, False, False, None, "all", deltas=own.ministral3),
     "qwen2": Family("Qwen2/2.5", ("Qwen2",), True, False, False, None, "layer_types"),
     "qwen3": Family("Qwen3", ("Qwen3",), None, None, False, "head", "layer_types"),
-    "qwen2_moe": Family("Qwen2 MoE", ("Qwen2Moe",), None, False, False, None, "layer_types", deltas=_qwen2_moe),
-    "qwen3_moe": Family("Qwen3 MoE", ("Qwen3Moe",), None, None, False, "head", "all", deltas=_experts),
-    "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=_gemma),
+    "qwen2_moe": Family("Qwen2 MoE", ("Qwen2Moe",), None, False, False, None, "layer_types", deltas=own.qwen2_moe),
+    "qwen3_moe": Family("Qwen3 MoE", ("Qwen3Moe",), None, None, False, "head", "all", deltas=own.experts),
+    "gemma": Family("Gemma", ("Gemma",), None, None, False, None, "none", deltas=own.gemma),
     "gemma3_text": Family(
         "Gemma 3",
         ("Gemma3", "Gemma3Text"),
@@ -210,22 +82,44 @@ FAMILIES = {
         "layer_types",
         activation_key="hidden_activation",
         limit_is_scaled=True,
-        deltas=_gemma3,
+        deltas=own.gemma3,
     ),
-    "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=_granite),
+    "qwen3_5_text": Family(
+        "Qwen3.5", ("Qwen3_5", "Qwen3_5Text"), None, None, False, "head", "none", **_HYBRID, deltas=own.qwen3_5
+    ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3.5 MoE",
+        ("Qwen3_5Moe", "Qwen3_5MoeText"),
+        None,
+        None,
+        False,
+        "head",
+        "none",
+        classifies=False,
+        width_key="moe_intermediate_size",
+        **_HYBRID,
+        deltas=own.qwen3_5_moe,
+    ),
+    "qwen3_next": Family("Qwen3-Next", ("Qwen3Next",), None, None, False, "head", "none", **_HYBRID, deltas=own.qwen3_next),
+    "granite": Family("Granite 3", ("Granite",), None, None, None, None, "none", classifies=False, deltas=own.granite),
     "granitemoehybrid": Family(
-        "Granite 4", ("GraniteMoeHybrid",), None, None, False, None, "none", classifies=False, deltas=_granite_hybrid
+        "Granite 4", ("GraniteMoeHybrid",), None, None, False, None, "none", classifies=False, deltas=own.granite_hybrid
     ),
-    "olmo2": Family("OLMo 2", ("Olmo2",), None, None, False, "whole", "none", deltas=_olmo2),
-    "phi3": Family("Phi-3/4-mini", ("Phi3",), False, False, False, None, "all", partial_rotary=True, deltas=_phi3),
-    "seed_oss": Family("Seed-OSS", ("SeedOss",), None, None, None, None, "none", deltas=_seed_oss),
-    "smollm3": Family("SmolLM3", ("SmolLM3",), None, None, None, None, "layer_types", deltas=_smollm3),
+    "olmo2": Family("OLMo 2", ("Olmo2",), None, None, False, "whole", "none", deltas=own.olmo2),
+    "phi3": Family("Phi-3/4-mini", ("Phi3",), False, False, False, None, "all", partial_rotary=True, deltas=own.phi3),
+    "seed_oss": Family("Seed-OSS", ("SeedOss",), None, None, None, None, "none", deltas=own.seed_oss),
+    "smollm3": Family("SmolLM3", ("SmolLM3",), None, None, None, None, "layer_types", deltas=own.smollm3),
 }
 """Supported families by `model_type`.
 
 Source: `configuration_*.py` and `modeling_*.py` of each family in https://github.com/huggingface/transformers
 """
-NESTED = {"gemma3": ("Gemma3", ("gemma3_text",)), "mistral3": ("Mistral3", ("mistral", "ministral3"))}
+NESTED = {
+    "gemma3": ("Gemma3", ("gemma3_text",)),
+    "mistral3": ("Mistral3", ("mistral", "ministral3")),
+    "qwen3_5": ("Qwen3_5", ("qwen3_5_text",)),
+    "qwen3_5_moe": ("Qwen3_5Moe", ("qwen3_5_moe_text",)),
+}
 """First part of the names of classes, and families of the language part, of multimodal models by `model_type`."""
 
 
@@ -243,7 +137,7 @@ def language_part(config: PretrainedConfig) -> PretrainedConfig:
     _, kinds = NESTED[config.model_type]
     part = copy.copy(config.text_config)
     if part.model_type not in kinds:
-        raise _wrong(f"text_config: model_type {part.model_type!r} of a {config.model_type} model must be {' or '.join(kinds)}")
+        raise wrong(f"text_config: model_type {part.model_type!r} of a {config.model_type} model must be {' or '.join(kinds)}")
     part.architectures, part.tie_word_embeddings = None, config.tie_word_embeddings
     for key in ("dtype", "eos_token_id"):
         if (value := getattr(config, key, None)) is not None:
@@ -267,17 +161,17 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
     is_classifier = architecture.endswith(_CLASSIFIER)
     activation = _activation(family, config)
     _refuse_foreign_keys(config)
-    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+    sizes = ("vocab_size", "hidden_size", family.width_key, "num_hidden_layers", "num_attention_heads")
     for name in (*sizes, "num_key_value_heads", "max_position_embeddings", *(["num_labels"] if is_classifier else [])):
         value = getattr(config, name, None)
         if not isinstance(value, int) or value < 1:
-            raise _wrong(f"{name} must be a positive integer, got {value!r}")
+            raise wrong(f"{name} must be a positive integer, got {value!r}")
     if config.num_attention_heads % config.num_key_value_heads:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
     if not isinstance(head_dim, int) or head_dim < 2 or head_dim % 2:
-        raise _wrong(f"head_dim must be a positive even integer, got {head_dim!r}")
+        raise wrong(f"head_dim must be a positive even integer, got {head_dim!r}")
     # transformers reads `original_max_position_embeddings` beside the RoPE parameters only when a model is built.
     config.standardize_rope_params()
     ropes, limit = _rope_parameters(config), config.max_position_embeddings
@@ -295,17 +189,20 @@ def spec_from_config(config: PretrainedConfig, max_model_len: int | None = None)
         qkv_bias=_decided(family.qkv_bias, config, "attention_bias"),
         o_bias=_decided(family.o_bias, config, "attention_bias"),
         qk_norm=family.qk_norm,
+        output_gate=family.is_hybrid,
     )
-    mlp = Mlp(config.intermediate_size, _decided(family.mlp_bias, config, "mlp_bias"), activation)
+    mlp = Mlp(getattr(config, family.width_key), _decided(family.mlp_bias, config, "mlp_bias"), activation)
     kinds, window = _layer_kinds(family, config, limit)
-    mixers = {FULL: replace(attention, rotary=rotaries[FULL])}
+    mixers: dict[str, Attention | GatedDeltaNet] = {FULL: replace(attention, rotary=rotaries[FULL])}
     mixers[WINDOWED] = replace(attention, rotary=rotaries[WINDOWED], window=window)
+    if family.is_hybrid:
+        mixers[RECURRENT] = delta_net(config)
     spec = DecoderSpec(
         architecture=architecture,
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
         layers=tuple(LayerSpec(mixers[kind], mlp) for kind in kinds),
-        norm_eps=_factor(config, "rms_norm_eps"),
+        norm_eps=factor(config, "rms_norm_eps"),
         tie_embeddings=bool(config.tie_word_embeddings),
         max_model_len=limit,
         num_labels=config.num_labels if is_classifier else None,
@@ -318,25 +215,13 @@ def _nested(config: PretrainedConfig, max_model_len: int | None) -> DecoderSpec:
     prefix, _ = NESTED[config.model_type]
     architecture = prefix + _MULTIMODAL
     if (named := (config.architectures or [architecture])[0]) not in (architecture, prefix + _BARE):
-        raise _wrong(f"architectures {named!r} of model_type {config.model_type!r} is not supported; only {architecture} is")
+        raise wrong(f"architectures {named!r} of model_type {config.model_type!r} is not supported; only {architecture} is")
     _refuse_foreign_keys(config)
     try:
         spec = spec_from_config(language_part(config), max_model_len)
     except ModelError as error:
         raise ModelError(f"text_config: {error}") from None
     return replace(spec, architecture=architecture, is_nested=True, logit_cap=None)  # which these classes do not read
-
-
-def _factor(config: PretrainedConfig, key: str) -> float:
-    """Return a number of the configuration that must be positive."""
-    value = getattr(config, key)
-    if not is_positive(value):
-        raise _wrong(f"{key} must be a positive finite number, got {value!r}")
-    return float(value)
-
-
-def _wrong(text: str) -> ModelError:
-    return ModelError(f"configuration: {text}")
 
 
 def _family(config: PretrainedConfig) -> tuple[Family, str]:
@@ -354,7 +239,7 @@ def _family(config: PretrainedConfig) -> tuple[Family, str]:
     if named in _classes(family):
         return family, named
     if any(named in (*_classes(other), *(prefix + _BARE for prefix in other.prefixes)) for other in FAMILIES.values()):
-        raise _wrong(
+        raise wrong(
             f"architectures {named!r} and model_type {config.model_type!r} name two families; correct the wrong "
             "one in config.json"
         )
@@ -382,11 +267,11 @@ def _refuse_foreign_keys(config: PretrainedConfig) -> None:
     if getattr(config, "quantization", None):
         raise ModelError("quantized checkpoints of MLX (quantization) are not supported; use an unquantized one")
     if not getattr(config, "is_causal", True):
-        raise _wrong(f"is_causal is {config.is_causal}: bidirectional attention is not supported")
+        raise wrong(f"is_causal is {config.is_causal}: bidirectional attention is not supported")
     if getattr(config, "is_heterogeneous", False):
-        raise _wrong("per_layer_config: layers of different shapes are not supported")
+        raise wrong("per_layer_config: layers of different shapes are not supported")
     if weights := getattr(config, "transformers_weights", None):
-        raise _wrong(f"transformers_weights {weights!r} is not supported; rename the file to model.safetensors")
+        raise wrong(f"transformers_weights {weights!r} is not supported; rename the file to model.safetensors")
 
 
 def _decided(by_family: bool | None, config: PretrainedConfig, key: str) -> bool:
@@ -413,18 +298,26 @@ def _rope_parameters(config: PretrainedConfig) -> dict[str, dict[str, Any]]:
 def _layer_kinds(family: Family, config: PretrainedConfig, max_model_len: int) -> tuple[list[str], int | None]:
     """Return the kind of each layer, and the window of those with one. A window of all positions of the model is none."""
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if family.is_hybrid:
+        return _listed_kinds(family, config, {FULL, RECURRENT}), None
     if family.windows == "none" or (family.windows == "all" and window is None):
         return [FULL] * layers, None
-    kinds = [WINDOWED] * layers if family.windows == "all" else list(config.layer_types)
-    if unknown := sorted(set(kinds) - {FULL, WINDOWED}):
-        raise ModelError(f"layer type {unknown[0]!r} is not supported by {family.name}")
-    if len(kinds) != layers:
-        raise _wrong(f"layer_types has {len(kinds)} entries for {layers} layers")
+    kinds = [WINDOWED] * layers if family.windows == "all" else _listed_kinds(family, config, {FULL, WINDOWED})
     if WINDOWED not in kinds:
         return kinds, None
     if not isinstance(window, int) or window < 1:
-        raise _wrong(f"layers with sliding_attention need a sliding_window, got {window!r}")
+        raise wrong(f"layers with sliding_attention need a sliding_window, got {window!r}")
     return kinds, None if window >= max_model_len else window
+
+
+def _listed_kinds(family: Family, config: PretrainedConfig, known: set[str]) -> list[str]:
+    """Return `layer_types`, each of some known ones."""
+    kinds, layers = list(config.layer_types), config.num_hidden_layers
+    if unknown := sorted(set(kinds) - known):
+        raise ModelError(f"layer type {unknown[0]!r} is not supported by {family.name}")
+    if len(kinds) != layers:
+        raise wrong(f"layer_types has {len(kinds)} entries for {layers} layers")
+    return kinds
 
 
 def _max_model_len(family: Family, config: PretrainedConfig, rope: Mapping[str, Any]) -> int:

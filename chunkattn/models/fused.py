@@ -8,11 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from chunkattn.errors import ModelError
-from chunkattn.models.gguf_spec import GGUFTensors
+from chunkattn.models.gguf_tensors import GGUFTensors
+from chunkattn.models.mixers import CONVOLUTIONS
 from chunkattn.models.quantized_folder import QuantizedFolder
 from chunkattn.models.safetensors_folder import SafetensorsFolder
 from chunkattn.models.spec import DecoderSpec
 from chunkattn.models.stacked import StackedExperts
+from chunkattn.models.stored_rows import stored_rows
 
 Source = SafetensorsFolder | GGUFTensors
 """Tensors of a checkpoint by the names of Hugging Face checkpoints."""
@@ -25,9 +27,10 @@ def split_tensors(source: Source, spec: DecoderSpec) -> Source | SplitTensors | 
         source: tensors of the checkpoint.
         spec: shape of the decoder.
     """
+    stacked: Source | StackedExperts = source
     if isinstance(source, SafetensorsFolder) and any(layer.experts is not None for layer in spec.layers):
-        return StackedExperts(source, spec)
-    return SplitTensors(source, spec) if spec.fused else source
+        stacked = StackedExperts(source, spec)
+    return SplitTensors(stacked, spec) if spec.fused else stacked
 
 
 class SplitTensors:
@@ -42,20 +45,14 @@ class SplitTensors:
         needs_all: see `SafetensorsFolder`.
     """
 
-    def __init__(self, source: Source, spec: DecoderSpec) -> None:
+    def __init__(self, source: Source | StackedExperts, spec: DecoderSpec) -> None:
         self.path: Path = source.path
         self.needs_all, self._source = source.needs_all, source
-        self._places: dict[str, tuple[str, int, int]] = {}  # stored tensor, first row and end of each part
-        self._rows: dict[str, int] = {}  # rows of all parts of a stored tensor
-        self._names = set(source.names())
-        for parameter, (rows, *_) in spec.parameters().items():
-            module, _, leaf = parameter.rpartition(".")
-            name = f"{spec.stored_module(module)}.{leaf}"
-            if name != parameter and name in self._names:
-                start = self._rows.get(name, 0)
-                self._rows[name] = start + rows
-                self._places[parameter] = name, start, start + rows
-        self._names = (self._names - self._rows.keys()) | self._places.keys()
+        names = set(source.names())
+        self._places = {
+            parameter: rows for parameter, rows in stored_rows(spec).items() if rows.name != parameter and rows.name in names
+        }
+        self._names = (names - {rows.name for rows in self._places.values()}) | self._places.keys()
 
     def names(self) -> Collection[str]:
         """Return the names of all tensors, those of parts in place of fused ones."""
@@ -72,41 +69,45 @@ class SplitTensors:
         """
         if name not in self._places:
             return self._source.shape(name)
-        stored, start, end = self._places[name]
-        rows, *others = self._source.shape(stored)
-        if rows != self._rows[stored]:
-            raise ModelError(f"{self.path}: tensor {stored!r} has {rows} rows, the configuration says {self._rows[stored]}")
-        return (end - start, *others)
+        part = self._places[name]
+        rows, *others = self._source.shape(part.name)
+        if rows != part.stored:
+            raise ModelError(f"{self.path}: tensor {part.name!r} has {rows} rows, the configuration says {part.stored}")
+        if name.endswith(CONVOLUTIONS) and len(others) > 1 and others[0] == 1:  # a channel reads itself alone
+            others = others[1:]
+        return (part.turns * part.count, *others)
 
     def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Return a tensor or a part of it, see `SafetensorsFolder.read`."""
         if name not in self._places:
             return self._source.read(name, dtype, index)
-        first, *others = index or (slice(None),)
-        stored, rows = self._place(name, first)
-        return self._source.read(stored, dtype, (rows, *others))
+        part, (first, *others) = self._places[name], index or (slice(None),)
+        if len(self._source.shape(part.name)) > len(self.shape(name)):
+            others = [slice(None), *others]
+        pieces = [self._source.read(part.name, dtype, (rows, *others)) for rows in part.slices(first)]
+        values = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+        return values.reshape(len(values), -1) if name.endswith(CONVOLUTIONS) else values
 
     def stored_type(self, name: str) -> str:
         """Return the file's name of a tensor's dtype, such as `BF16`."""
-        return self._source.stored_type(self._places.get(name, (name,))[0])
+        return self._source.stored_type(self._stored(name))
 
     def blocks(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Return the blocks of a part of a quantised matrix, see `GGUFTensors.blocks`."""
-        assert isinstance(self._source, (GGUFTensors, QuantizedFolder))
-        stored, rows = self._place(name, index[0])
-        return self._source.blocks(stored, (rows, *index[1:]))
+        assert isinstance(self._source, (GGUFTensors, QuantizedFolder, StackedExperts))
+        if name not in self._places:
+            return self._source.blocks(name, index)
+        part = self._places[name]
+        pieces = [self._source.blocks(part.name, (rows, *index[1:])) for rows in part.slices(index[0])]
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def release(self, name: str) -> None:
         """Give back the memory of a tensor's pages, see `GGUFTensors.release`. The parts of a tensor are read one by one."""
-        self._source.release(self._places.get(name, (name,))[0])
+        self._source.release(self._stored(name))
 
-    def _place(self, name: str, rows: slice) -> tuple[str, slice]:
-        """Return the stored tensor that holds some rows of a tensor, and these rows in it."""
-        if name not in self._places:
-            return name, rows
-        stored, start, end = self._places[name]
-        first, last, _ = rows.indices(end - start)
-        return stored, slice(start + first, start + last)
+    def _stored(self, name: str) -> str:
+        """Return the stored tensor that holds a tensor."""
+        return self._places[name].name if name in self._places else name
 
     def why_missing(self, name: str) -> str:
         """Return why the checkpoint lacks a tensor, see `SafetensorsFolder.why_missing`."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.models.families import FULL, WINDOWED
+from chunkattn.models.families import FULL, RECURRENT, WINDOWED
 from chunkattn.models.gguf_file import GGUFFile
 
 Settings = dict[str, Any]
@@ -21,16 +21,20 @@ _LONG, _SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 _LAYERS_OF_GEMMA3_27B = 62
 """Number of layers by which llama.cpp tells the one Gemma 3 whose scores have another scale."""
 _LAYERS_TO_ONE_WITHOUT_ROTARY = 4
+DRAFTS = "nextn_predict_layers"
+"""Key with the number of last blocks that predict further tokens. llama.cpp computes the logits without them."""
+_INTERVAL = 4
+"""Distance of the layers with attention in a file of a hybrid model that names none."""
+_SHARED = {"expert_shared_count": (0, "shared experts"), "expert_shared_feed_forward_length": (0, "shared experts")}
 _WITHOUT = {
-    "expert_shared_count": (0, "shared experts"),
-    "expert_shared_feed_forward_length": (0, "shared experts"),
     "expert_group_count": (1, "groups of experts"),
     "expert_weights_scale": (1.0, "scaled factors of experts"),
     "expert_gating_func": (1, "routers without softmax"),
     "leading_dense_block_count": (0, "layers without experts"),
     "router_logit_softcapping": (0.0, "soft caps of routers"),
 }
-"""Keys about experts with the value that changes nothing, as 0 does, and the meaning of any other."""
+"""Keys about experts with the value that changes nothing, as 0 does, and the meaning of any other. `_SHARED` counts for models
+without shared experts."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ class GGUFFamily:
         interleaves: whether llama.cpp rotates neighbouring rows of queries and keys, so that its converter interleaves the
             two halves of each head.
         windows: which layers have the window that a file names: none, so that a window is refused, all, or some.
+        tiles: whether llama.cpp's converter moves the value heads of recurrent layers, see `GGUFOrder`.
         rotates_part: whether `rope.dimension_count` may be less than a head.
         reads: keys that change the forward pass, and that `settings` reads.
         rope_tensors: tensors that hold no parameters, but factors of the rotary embedding, and that `settings` reads.
@@ -52,6 +57,7 @@ class GGUFFamily:
     model_type: str
     name: str
     interleaves: bool = False
+    tiles: bool = False
     windows: str = "none"
     rotates_part: bool = False
     reads: tuple[str, ...] = ()
@@ -142,8 +148,13 @@ def _smollm3(file: GGUFFile, common: Settings) -> Settings:
 
 
 def _qwen3moe(file: GGUFFile, common: Settings) -> Settings:
+    """Return the settings of experts without shared ones."""
+    return _experts(file, _SHARED | _WITHOUT)
+
+
+def _experts(file: GGUFFile, refused: dict[str, tuple[float, str]]) -> Settings:
     """Return the settings of experts. llama.cpp divides the factors of a row's experts by their sum."""
-    for key, (plain, meaning) in _WITHOUT.items():
+    for key, (plain, meaning) in refused.items():
         if file.get(f".{key}", (int, float), plain) not in (plain, 0):
             raise file.fault(f"{file.full(f'.{key}')} is set: {meaning} are not supported in GGUF")
     if not file.get(".expert_weights_norm", bool, True):
@@ -154,6 +165,48 @@ def _qwen3moe(file: GGUFFile, common: Settings) -> Settings:
         "moe_intermediate_size": file.need(".expert_feed_forward_length", int),
         "norm_topk_prob": True,
     }
+
+
+def _hybrid(file: GGUFFile, common: Settings) -> Settings:
+    """Return the kind of each layer, the sizes of the recurrent ones, and the share of each head that is rotated."""
+    sizes = {key: file.need(f".ssm.{key}", int) for key in ("conv_kernel", "state_size", "group_count", "time_step_rank")}
+    heads, width = sizes["time_step_rank"], file.need(".ssm.inner_size", int)
+    if heads < 1 or width % heads:
+        raise file.fault(f"{file.full('.ssm.inner_size')} {width} is no multiple of ssm.time_step_rank {heads}")
+    rotated = file.get(".rope.dimension_count", int, common["head_dim"])
+    return {
+        "layer_types": _recurrent_layers(file, common["num_hidden_layers"]),
+        "linear_num_key_heads": sizes["group_count"],
+        "linear_num_value_heads": heads,
+        "linear_key_head_dim": sizes["state_size"],
+        "linear_value_head_dim": width // heads,
+        "linear_conv_kernel_dim": sizes["conv_kernel"],
+        "rope_parameters": common["rope_parameters"] | {"partial_rotary_factor": rotated / common["head_dim"]},
+    }
+
+
+def _hybrid_experts(file: GGUFFile, common: Settings) -> Settings:
+    """Return the settings of recurrent layers, and of experts beside a shared one in every layer."""
+    shared = {"shared_expert_intermediate_size": file.need(".expert_shared_feed_forward_length", int)}
+    return _hybrid(file, common) | _experts(file, _WITHOUT) | shared | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
+def _recurrent_layers(file: GGUFFile, layers: int) -> list[str]:
+    """Return the kind of each layer: by a list of the recurrent ones, which may count drafts too, or by a period.
+
+    Args:
+        file: opened GGUF file.
+        layers: number of layers without drafts.
+    """
+    key, period = ".attention.recurrent_layers", file.get(".full_attention_interval", int, _INTERVAL)
+    if period < 1:
+        raise file.fault(f"{file.full('.full_attention_interval')} must be positive, got {period}")
+    recurrent = file.array(key, bool)
+    if recurrent is None:
+        recurrent = [(layer + 1) % period != 0 for layer in range(layers)]
+    if len(recurrent) < layers:
+        raise file.fault(f"{file.full(key)} has {len(recurrent)} entries for {layers} layers")
+    return [RECURRENT if is_recurrent else FULL for is_recurrent in recurrent[:layers]]
 
 
 GGUF_FAMILIES = {
@@ -169,6 +222,20 @@ GGUF_FAMILIES = {
     "qwen2": GGUFFamily("qwen2", "Qwen2ForCausalLM"),
     "qwen3": GGUFFamily("qwen3", "Qwen3ForCausalLM"),
     "qwen3moe": GGUFFamily("qwen3_moe", "Qwen3MoeForCausalLM", reads=("expert_count",), settings=_qwen3moe),
+    "qwen35": GGUFFamily(
+        "qwen3_5_text", "Qwen3_5ForCausalLM", tiles=True, rotates_part=True, reads=(DRAFTS,), settings=_hybrid
+    ),
+    "qwen35moe": GGUFFamily(
+        "qwen3_5_moe_text",
+        "Qwen3_5MoeForCausalLM",
+        tiles=True,
+        rotates_part=True,
+        reads=(DRAFTS, "expert_count"),
+        settings=_hybrid_experts,
+    ),
+    "qwen3next": GGUFFamily(
+        "qwen3_next", "Qwen3NextForCausalLM", rotates_part=True, reads=(DRAFTS, "expert_count"), settings=_hybrid_experts
+    ),
     "gemma": GGUFFamily("gemma", "GemmaForCausalLM"),
     "gemma3": GGUFFamily(
         "gemma3_text", "Gemma3ForCausalLM", windows="some", reads=("final_logit_softcapping",), settings=_gemma3

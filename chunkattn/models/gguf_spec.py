@@ -1,8 +1,7 @@
-"""The decoder's shape, and the place of every parameter, in a GGUF file."""
+"""The configuration and the decoder's shape that a GGUF file describes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +9,11 @@ import numpy as np
 
 from chunkattn.errors import ModelError
 from chunkattn.models.families import spec_from_config
-from chunkattn.models.gguf_families import GGUF_FAMILIES, GGUFFamily
+from chunkattn.models.gguf_families import DRAFTS, GGUF_FAMILIES, GGUFFamily
 from chunkattn.models.gguf_file import GGUFFile
 from chunkattn.models.gguf_vocabulary import read_vocabulary
-from chunkattn.models.spec import CLASSES, HEAD, DecoderSpec, LayerSpec
+from chunkattn.models.mixers import Attention
+from chunkattn.models.spec import DecoderSpec, LayerSpec
 from chunkattn.rope.rotary import RotarySpec
 
 if TYPE_CHECKING:
@@ -46,8 +46,10 @@ _YARN = {
 _NOT_YARN = {"attn_factor": 1.0, "yarn_attn_factor": 1.0, "yarn_ext_factor": 0.0}
 """Parameters that change the other scalings too, with the values that do not."""
 
-_ROPE_FACTORS = "rope_freqs.weight"
-_HEAD = "cls.output"
+ROPE_FACTORS = "rope_freqs.weight"
+_QKVZ, _OLD_QKVZ = "linear_attn.in_proj_qkvz", ".ssm_in.weight"
+"""Module of Qwen3-Next's folders that files have in two tensors, and the end of the name that old files give it."""
+CLASSIFIER = "cls.output"
 """GGUF name of a reranker's head, one row for each class."""
 
 
@@ -90,8 +92,9 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
     if len(file.shape("token_embd.weight")) != 2:
         raise file.damaged("tensor 'token_embd.weight' is no matrix")
     indices = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
-    if len(indices) != (layers := integer("block_count")):
-        raise file.damaged(f"the file has {len(indices)} layers of tensors, block_count says {layers}")
+    if len(indices) != (blocks := integer("block_count")):
+        raise file.damaged(f"the file has {len(indices)} layers of tensors, block_count says {blocks}")
+    layers = blocks - (integer(DRAFTS, 0) if DRAFTS in family.reads else 0)
     heads, hidden = integer("attention.head_count"), integer("embedding_length")
     if heads < 1:
         raise file.fault(f"{architecture}.attention.head_count must be positive, got {heads}")
@@ -112,7 +115,7 @@ def config_from_gguf(file: GGUFFile) -> PretrainedConfig:
         **({"id2label": dict(enumerate(classes))} if classes else {}),
         "vocab_size": file.shape("token_embd.weight")[0],
         "hidden_size": hidden,
-        "intermediate_size": integer("feed_forward_length"),
+        "intermediate_size": integer("feed_forward_length", file.get(".expert_feed_forward_length", int)),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": integer("attention.head_count_kv", heads),
@@ -148,16 +151,33 @@ def spec_from_gguf(file: GGUFFile, config: PretrainedConfig, max_model_len: int 
         spec = spec_from_config(config, max_model_len)
     except ModelError as error:
         raise file.fault(f"{error}") from None
+    spec = _with_split_projections(file, spec)
     qkv_bias, o_bias = "blk.0.attn_q.bias" in file.tensors, "blk.0.attn_output.bias" in file.tensors
     mlp_bias = "blk.0.ffn_down.bias" in file.tensors
-    rotaries = {rotary: rotary and _with_factors(file, rotary) for rotary in {layer.mixer.rotary for layer in spec.layers}}
+    found = {mixer.rotary for mixer in spec.attention.values()}
+    rotaries = {rotary: rotary and _with_factors(file, rotary) for rotary in found}
 
     def from_tensors(layer: LayerSpec) -> LayerSpec:
-        mixer = replace(layer.mixer, rotary=rotaries[layer.mixer.rotary], qkv_bias=qkv_bias, o_bias=o_bias)
         mlp = layer.feed_forward
-        return replace(layer, mixer=mixer, feed_forward=mlp and replace(mlp, bias=mlp_bias))
+        layer = replace(layer, feed_forward=mlp and replace(mlp, bias=mlp_bias))
+        if not isinstance(layer.mixer, Attention):
+            return layer
+        return layer.with_attention(rotary=rotaries[layer.mixer.rotary], qkv_bias=qkv_bias, o_bias=o_bias)
 
     return spec.map(from_tensors)
+
+
+def _with_split_projections(file: GGUFFile, spec: DecoderSpec) -> DecoderSpec:
+    """Return Qwen3-Next's shape with two tensors in place of `in_proj_qkvz`, which only old files have.
+
+    Source: `llama_model_qwen3next` of https://github.com/ggml-org/llama.cpp
+    """
+    fused = dict(spec.fused)
+    if _QKVZ not in fused or any(name.endswith(_OLD_QKVZ) for name in file.tensors):
+        return spec
+    *qkv, _ = fused.pop(_QKVZ)
+    turns = tuple((module, count) for module, count in spec.interleaved if module in fused)
+    return replace(spec, fused=((_QKVZ.removesuffix("z"), tuple(qkv)), *fused.items()), interleaved=turns)
 
 
 def _refuse_window(file: GGUFFile, family: GGUFFamily, window: int) -> None:
@@ -181,35 +201,35 @@ def _class_names(file: GGUFFile) -> list[str]:
 
     key, names_key = file.full(".pooling_type"), file.full(".classifier.output_labels")
     pooling, names = file.get(key, int, 0), file.get(names_key, list, [])
-    has_head, ranks = f"{_HEAD}.weight" in file.tensors, pooling == PoolingType.RANK
+    has_head, ranks = f"{CLASSIFIER}.weight" in file.tensors, pooling == PoolingType.RANK
     if pooling and not ranks:
         known = {kind.value: kind.name.lower() for kind in PoolingType}
         raise file.fault(
             f"{key} is {pooling} ({known.get(pooling, 'unknown')}): embedding models are not supported, only "
-            f"language models and rerankers with the head {_HEAD}"
+            f"language models and rerankers with the head {CLASSIFIER}"
         )
     if not (has_head or ranks or names):
         return []
-    if not (has_head and ranks and key.startswith("qwen3.")) or f"{_HEAD}.bias" in file.tensors:
+    if not (has_head and ranks and key.startswith("qwen3.")) or f"{CLASSIFIER}.bias" in file.tensors:
         raise file.fault(
-            f"of rerankers, only qwen3 files with the tensor {_HEAD}.weight, no bias, and {key} "
+            f"of rerankers, only qwen3 files with the tensor {CLASSIFIER}.weight, no bias, and {key} "
             f"{PoolingType.RANK.value} (rank) are supported; convert the model anew with a recent llama.cpp, or use its "
             "safetensors checkpoint"
         )
-    rows = file.shape(f"{_HEAD}.weight")[0]
+    rows = file.shape(f"{CLASSIFIER}.weight")[0]
     if names and len(names) != rows:
-        raise file.fault(f"{names_key} names {len(names)} classes, the tensor {_HEAD}.weight has {rows} rows")
+        raise file.fault(f"{names_key} names {len(names)} classes, the tensor {CLASSIFIER}.weight has {rows} rows")
     return list(map(str, names)) or [f"LABEL_{row}" for row in range(rows)]
 
 
 def _with_factors(file: GGUFFile, rotary: RotarySpec) -> RotarySpec:
     """Return the rotary embedding with its frequencies divided by the file's factors, if the file has any."""
-    if _ROPE_FACTORS not in file.tensors:
+    if ROPE_FACTORS not in file.tensors:
         return rotary
-    fits = file.shape(_ROPE_FACTORS) == (len(rotary.inv_freq),)
-    factors = file.read(_ROPE_FACTORS, np.dtype(np.float32)) if fits else np.zeros(1, np.float32)
+    fits = file.shape(ROPE_FACTORS) == (len(rotary.inv_freq),)
+    factors = file.read(ROPE_FACTORS, np.dtype(np.float32)) if fits else np.zeros(1, np.float32)
     if not (factors > 0).all():
-        raise file.fault(f"tensor {_ROPE_FACTORS!r} must hold {len(rotary.inv_freq)} positive factors")
+        raise file.fault(f"tensor {ROPE_FACTORS!r} must hold {len(rotary.inv_freq)} positive factors")
     return RotarySpec.of(np.asarray(rotary.inv_freq, np.float32) / factors, rotary.attention_factor)
 
 
@@ -251,121 +271,3 @@ def _scaling(file: GGUFFile, family: GGUFFamily) -> dict[str, Any]:
 def _dtype(file: GGUFFile) -> str:
     """Return the dtype of the embedding if it is not quantised, else bfloat16."""
     return {"F32": "float32", "F16": "float16"}.get(file.tensors["token_embd.weight"].tensor_type.name, "bfloat16")
-
-
-class GGUFTensors:
-    """Tensors of a GGUF file under the names of Hugging Face checkpoints, with rows in their order.
-
-    Attributes:
-        path: path of the file.
-        needs_all: True: llama.cpp reads every tensor, such as a bias of one layer.
-    """
-
-    needs_all = True
-
-    def __init__(self, file: GGUFFile, spec: DecoderSpec) -> None:
-        """Name the tensors of the file.
-
-        Raises:
-            ModelError: the file has a tensor that the decoder does not read, which could change its answers.
-        """
-        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
-
-        self.path, self._file, self._spec = file.path, file, spec
-        architecture = file.need("general.architecture", str)
-        self._family = GGUF_FAMILIES[architecture]
-        kind = next(k for k, name in MODEL_ARCH_NAMES.items() if name == architecture)
-        places = get_tensor_name_map(kind, spec.num_layers)
-        listed = [name.rpartition(".")[0] for name in (HEAD, *spec.parameters()) if name != CLASSES]
-        # Both forms of a fused module, for llama.cpp reads both; where they have one name, it is the fused one's.
-        modules = {places.get_name(module): module for module in (*listed, *map(spec.stored_module, listed))}
-        if spec.num_labels is not None:
-            modules[_HEAD] = "score"
-        self._names: dict[str, str] = {}
-        for name in file.tensors.keys() - {_ROPE_FACTORS, *self._family.rope_tensors}:
-            module, _, leaf = name.rpartition(".")
-            if module not in modules or leaf not in ("weight", "bias"):
-                raise file.fault(f"tensor {name!r} has no place in {spec.architecture}; the model is unsupported")
-            self._names[f"{modules[module]}.{leaf}"] = name
-
-    def names(self) -> Collection[str]:
-        """Return the checkpoint names of all tensors."""
-        return self._names.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, `[out, in]` for a matrix.
-
-        Args:
-            name: checkpoint name.
-        """
-        return self._file.shape(self._names[name])
-
-    def read(self, name: str, dtype: np.dtype, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Return a tensor or a part of it, dequantised, with its rows in the checkpoint's order.
-
-        Args:
-            name: checkpoint name.
-            dtype: dtype of the returned array.
-            index: slices of the first axes; only the blocks of this part are read.
-        """
-        if len(shape := self.shape(name)) == 3:
-            which, rows, columns = (*index, *[slice(None)] * 3)[:3]
-            matrices = self._file.read(self._names[name], dtype, _flat(shape, which, rows), columns)
-            return matrices.reshape(len(range(*which.indices(shape[0]))), -1, matrices.shape[-1])
-        rows, columns = (*index, slice(None), slice(None))[:2]
-        order, stored = self._rows(name), self._names[name]
-        if self._spec.norm_offset and name.endswith("norm.weight"):  # files hold what norms multiply by
-            return (self._file.read(stored, np.dtype(np.float32), rows) - np.float32(self._spec.norm_offset)).astype(dtype)
-        return self._file.read(stored, dtype, rows if order is None else order[rows], columns)
-
-    def stored_type(self, name: str) -> str:
-        """Return GGUF's name of the type of a tensor, such as `Q4_K`.
-
-        Args:
-            name: checkpoint name.
-        """
-        return self._file.tensors[self._names[name]].tensor_type.name
-
-    def blocks(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        """Return the blocks of a part of a quantised matrix, uint8 `[rows, bytes]`, with its rows in the checkpoint's order.
-
-        Args:
-            name: checkpoint name.
-            index: rows and columns, whole blocks; of stacked matrices, matrices before them.
-        """
-        if len(shape := self.shape(name)) == 3:
-            which, rows, columns = index
-            return self._file.blocks(self._names[name], _flat(shape, which, rows), columns)
-        rows, columns = index
-        order = self._rows(name)
-        return self._file.blocks(self._names[name], rows if order is None else order[rows], columns)
-
-    def release(self, name: str) -> None:
-        """Give back the memory that the file's pages of a tensor take.
-
-        Args:
-            name: checkpoint name.
-        """
-        self._file.tensors[self._names[name]].release()
-
-    def why_missing(self, name: str) -> str:
-        """Return the likely cause of a missing tensor: the file is incomplete.
-
-        Args:
-            name: checkpoint name.
-        """
-        return "the file is incomplete, get it again"
-
-    def _rows(self, name: str) -> np.ndarray | None:
-        """Return the stored row of each row of a query or key projection; None for rows in order."""
-        num_heads, num_kv_heads, head_dim = self._spec.heads
-        heads = {"q_proj": num_heads, "k_proj": num_kv_heads}.get(name.split(".")[-2])
-        if not self._family.interleaves or heads is None:
-            return None
-        rows = np.arange(heads * head_dim).reshape(heads, head_dim // 2, 2)
-        return rows.swapaxes(1, 2).reshape(-1)
-
-
-def _flat(shape: tuple[int, ...], which: slice, rows: slice) -> np.ndarray:
-    """Return the places of rows of stacked matrices among the rows of all."""
-    return np.arange(shape[0] * shape[1]).reshape(shape[:2])[which, rows].reshape(-1)

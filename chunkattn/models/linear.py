@@ -112,8 +112,11 @@ def multiply_several(x: jax.Array, weights: Sequence[Weight]) -> list[jax.Array]
     if len(packed) == len(weights):
         return multiply_packed(x, packed)
     plain = [weight for weight in weights if not isinstance(weight, Packed)]
+    if packed:
+        of = {True: iter(multiply_packed(x, packed)), False: iter(multiply_several(x, plain))}
+        return [next(of[isinstance(weight, Packed)]) for weight in weights]
     rows = x.astype(plain[0].dtype)
-    if packed or not all(native.serves(rows, weight) for weight in plain):
+    if not all(native.serves(rows, weight) for weight in plain):
         return [multiply(x, weight) for weight in weights]
     products: list[jax.Array] = jax.lax.platform_dependent(rows, *plain, cpu=native.multiply_several, default=_dots)
     return products

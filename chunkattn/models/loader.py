@@ -23,7 +23,8 @@ from chunkattn.models.foreign_files import explain_folder
 from chunkattn.models.fused import split_tensors
 from chunkattn.models.generation_defaults import read_generation_config, sampling_defaults
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
-from chunkattn.models.gguf_spec import GGUFTensors, config_from_gguf, spec_from_gguf
+from chunkattn.models.gguf_spec import config_from_gguf, spec_from_gguf
+from chunkattn.models.gguf_tensors import GGUFTensors
 from chunkattn.models.gguf_tokenizer import tokenizer_from_gguf
 from chunkattn.models.locate import DEMO_FOLDER, resolve_path
 from chunkattn.models.quantized_config import quantization_of

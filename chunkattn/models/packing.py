@@ -16,6 +16,7 @@ from chunkattn.backends.cpu import library
 from chunkattn.backends.cpu import packed as native
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.models.aligned import aligned_zeros
+from chunkattn.models.mixers import UNPACKED
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.shards import ONE_DEVICE, Index, Shards
 from chunkattn.models.spec import CLASSES, ROUTERS
@@ -101,7 +102,7 @@ def plan_packing(
     formats: dict[str, str] = {}
     others: Counter[str] = Counter()
     for name, shape in shapes.items():
-        if len(shape) < 2 or name == CLASSES or name.endswith(ROUTERS):
+        if len(shape) < 2 or name == CLASSES or name.endswith((*ROUTERS, *UNPACKED)):
             continue
         found, reason = packing.format_of(types[name], shards.held(name, shape, native.ROWS)[-2:])
         if found is None:

@@ -29,6 +29,8 @@ NESTED_PREFIX = "language_model."
 """Prefix of the decoder's names in a checkpoint of a multimodal model."""
 _NESTED = re.compile(r"^(model\.language_model\.|language_model\.(model\.)?)(?=(embed_tokens|layers|norm)\.)")
 """Prefixes of the decoder's names, without its head, in checkpoints of multimodal models, whatever wrote them."""
+_LEFT_OUT = ("mtp.", "model.visual.")
+"""Prefixes of the names of parts that no decoder reads: heads that draft tokens, and a vision part beside a language model."""
 _BASE_MODULES = ("embed_tokens.", "layers.", "norm.")
 _HEAD_MODULE = HEAD.removesuffix("weight")
 _DTYPES = ("F32", "BF16", "F16", "F64")
@@ -133,6 +135,8 @@ class SafetensorsFolder:
             logger.warning("%s holds an adapter beside the model, which is not applied; name it as `adapter`", folder)
         for name, shard in places.items():
             parameter = name
+            if name.startswith(_LEFT_OUT):
+                continue
             if is_nested:
                 found = _NESTED.match(name)
                 parameter = name[found.end() :] if found else name.removeprefix(NESTED_PREFIX)

@@ -1,8 +1,8 @@
 """`Shards`: the devices that share one model, and the part of each parameter that each device holds.
 
-Query heads, the MLP and the vocabulary are divided over all devices. KV heads are divided as well; where there are fewer KV
-heads than devices, a group of devices shares one. A step runs whole under one `shard_map`: each device computes its own
-heads and its own columns of the MLP, and the devices add up the two results of a layer.
+Query heads, the heads of recurrent layers, the MLP and the vocabulary are divided over all devices. KV heads are divided as
+well; where there are fewer KV heads than devices, a group of devices shares one. A step runs whole under one `shard_map`:
+each device computes its own heads and its own columns of the MLP, and the devices add up the two results of a layer.
 
 Source: Megatron-LM, arXiv:1909.08053.
 """
@@ -22,6 +22,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from chunkattn.errors import ConfigError
 from chunkattn.models.aligned import aligned
+from chunkattn.models.mixers import EXACT
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.spec import EXPERTS, TRANSPOSED, DecoderSpec
 
@@ -47,9 +48,11 @@ WHOLE = divided()
 _OUTPUTS = {
     **dict.fromkeys(("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), divided(_ALL)),
     **dict.fromkeys(("k_proj", "v_proj"), divided(KV_HEADS)),
+    **dict.fromkeys((f"in_proj_{part}" for part in "qkvzba"), divided(_ALL)),
+    **dict.fromkeys((f"conv_{part}" for part in "qkv"), divided(_ALL)),
 }
 """Partition of the modules that are divided along axis 0 of their weight, and of their bias."""
-_INPUTS = ("o_proj", "down_proj")
+_INPUTS = ("o_proj", "out_proj", "down_proj")
 """Modules whose weight is divided along its inputs. Their products are added up over the devices before the bias."""
 
 
@@ -121,7 +124,12 @@ class Shards:
             return divided(None, None, _ALL) if (module in _INPUTS) == (leaf != TRANSPOSED) else divided(None, _ALL)
         if module in _INPUTS and leaf == "weight":
             return divided(None, _ALL)
-        return _OUTPUTS.get(module, WHOLE)
+        return divided(_ALL) if name.endswith(EXACT) else _OUTPUTS.get(module, WHOLE)
+
+    @staticmethod
+    def heads_at(axis: int) -> PartitionSpec:
+        """Return the partition of an array with an axis of heads, which all devices divide."""
+        return divided(*[None] * axis, _ALL)
 
     def partition_of_parts(self, name: str) -> PartitionSpec:
         """Return the partition of the bytes of a packed parameter, see `load_parts`."""
@@ -328,11 +336,13 @@ def indivisible(size: int, spec: DecoderSpec) -> str | None:
         size: number of devices.
         spec: shape of the decoder.
     """
-    if size > 1 and any(layer.mixer.qk_norm == "whole" for layer in spec.layers):
+    if size > 1 and any(mixer.qk_norm == "whole" for mixer in spec.attention.values()):
         return "norms over all heads cannot be divided by"
     num_heads, num_kv_heads, _ = spec.heads
     columns = {(width, what) for layer in spec.layers for width, what in layer.columns.items()}
-    for number, what in ((num_heads, "attention heads"), *sorted(columns)):
+    heads = ((num_heads, "attention heads"),) if spec.attention else ()
+    keys = () if spec.recurrent is None else ((spec.recurrent.key_heads, "key heads of the recurrent layers"),)
+    for number, what in (*heads, *keys, *sorted(columns)):
         if number % size:
             return f"{number} {what} cannot be divided by"
     if num_kv_heads % size and size % num_kv_heads:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
-from chunkattn.rope.rotary import RotarySpec
+from chunkattn.errors import ModelError
+from chunkattn.models.mixers import Attention, GatedDeltaNet, Shapes, linear_shapes
 
-Shapes = dict[str, tuple[int, ...]]
-"""Shape of each parameter by its name in Hugging Face checkpoints, `[out, in]` for a matrix."""
 Fused = tuple[tuple[str, tuple[str, ...]], ...]
 """Modules of a layer as checkpoints store them, each with the modules whose rows it holds one after another."""
 
@@ -51,76 +50,6 @@ AROUND = Norms("input_layernorm", "post_attention_layernorm", "pre_feedforward_l
 
 
 @dataclass(frozen=True)
-class QueryGrowth:
-    """Factor of rotated queries, `1 + beta * log(1 + position // period)`, as in Llama 4.
-
-    Attributes:
-        beta: weight of the logarithm.
-        period: number of positions that have one factor.
-    """
-
-    beta: float
-    period: int
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Grouped-query attention of a layer (arXiv:2305.13245); sizes are in elements.
-
-    Attributes:
-        num_heads: number of query heads.
-        num_kv_heads: number of key and value heads.
-        head_dim: size of a head.
-        scale: factor of the scores.
-        rotary: frequencies of the rotary embedding; None for a layer that sees no positions.
-        window: sliding window in tokens; None for full attention.
-        qkv_bias: whether the query, key and value projections have biases.
-        o_bias: whether the output projection has a bias.
-        qk_norm: what is normalised of queries and keys: nothing, each head, or the whole projection.
-        growth: factor of queries by their position; None for none.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    scale: float
-    rotary: RotarySpec | None
-    window: int | None = None
-    qkv_bias: bool = False
-    o_bias: bool = False
-    qk_norm: Literal["head", "whole"] | None = None
-    growth: QueryGrowth | None = None
-
-    @property
-    def is_plain(self) -> bool:
-        """Return whether the layer has full attention over heads that are rotated whole, and nothing more."""
-        rotates_whole = self.rotary is not None and 2 * len(self.rotary.inv_freq) == self.head_dim
-        return rotates_whole and self.window is None and self.growth is None
-
-    @property
-    def heads(self) -> tuple[int, int, int]:
-        """Return the sizes that decide the shape of K/V and the kernel: query heads, KV heads and the size of a head."""
-        return self.num_heads, self.num_kv_heads, self.head_dim
-
-    def parameters(self, hidden: int) -> Shapes:
-        """Return the shapes of the layer's attention.
-
-        Args:
-            hidden: width of the residual stream.
-        """
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        linear = {
-            "q_proj": (q_size, hidden, self.qkv_bias),
-            "k_proj": (kv_size, hidden, self.qkv_bias),
-            "v_proj": (kv_size, hidden, self.qkv_bias),
-            "o_proj": (hidden, q_size, self.o_bias),
-        }
-        normed = {"head": (self.head_dim, self.head_dim), "whole": (q_size, kv_size)}.get(self.qk_norm or "", ())
-        norms: Shapes = {f"self_attn.{name}_norm.weight": (size,) for name, size in zip("qk", normed, strict=False)}
-        return norms | _linear("self_attn.", linear)
-
-
-@dataclass(frozen=True)
 class Mlp:
     """Gated MLP of a layer: SwiGLU or GEGLU, arXiv:2002.05202.
 
@@ -145,7 +74,7 @@ class Mlp:
     def named(self, prefix: str, hidden: int) -> Shapes:
         """Return the shapes of an MLP under another prefix than `mlp.`."""
         inward, outward = (self.size, hidden, self.bias), (hidden, self.size, self.bias)
-        return _linear(prefix, {"gate_proj": inward, "up_proj": inward, "down_proj": outward})
+        return linear_shapes(prefix, {"gate_proj": inward, "up_proj": inward, "down_proj": outward})
 
     @property
     def readers(self) -> list[str]:
@@ -232,7 +161,7 @@ class LayerSpec:
         experts: experts of the feed-forward, whose output is added to the MLP's; None for none.
     """
 
-    mixer: Attention
+    mixer: Attention | GatedDeltaNet
     feed_forward: Mlp | None
     norms: Norms = BEFORE
     residual_scale: float = 1.0
@@ -247,6 +176,10 @@ class LayerSpec:
     def columns(self) -> dict[int, str]:
         """Return the widths of the feed-forward, which devices divide, with their meaning."""
         return {width: what for part in self.feed_forwards for width, what in part.columns.items()}
+
+    def with_attention(self, **changes: Any) -> LayerSpec:
+        """Return the layer with changed attributes of its attention; a recurrent layer as it is."""
+        return replace(self, mixer=replace(self.mixer, **changes)) if isinstance(self.mixer, Attention) else self
 
     def parameters(self, hidden: int) -> Shapes:
         """Return the shapes of the layer's parameters.
@@ -289,6 +222,7 @@ class DecoderSpec:
         logit_scale: factor of a language model's logits.
         logit_cap: bound of a language model's logits, which a tanh reaches slowly; None for none.
         fused: modules that checkpoints store as one tensor, or under another name.
+        interleaved: modules of `fused` that hold the rows of their parts in turn, each with the number of turns.
         is_nested: whether checkpoints hold the decoder as the language part of a multimodal model.
     """
 
@@ -305,6 +239,7 @@ class DecoderSpec:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     fused: Fused = ()
+    interleaved: tuple[tuple[str, int], ...] = ()
     is_nested: bool = False
 
     @property
@@ -313,9 +248,36 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def attention(self) -> dict[int, Attention]:
+        """Return the mixers of the layers with attention, by index."""
+        return {index: layer.mixer for index, layer in enumerate(self.layers) if isinstance(layer.mixer, Attention)}
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Return the indices of the layers with attention."""
+        return tuple(self.attention)
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Return the indices of the recurrent layers."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, GatedDeltaNet))
+
+    @property
+    def recurrent(self) -> GatedDeltaNet | None:
+        """Return the mixer that all recurrent layers share; None if there are none.
+
+        Raises:
+            ModelError: recurrent layers differ.
+        """
+        mixers = {layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaNet)}
+        if len(mixers) > 1:
+            raise ModelError(f"{self.architecture}: recurrent layers of different sizes are not supported")
+        return next(iter(mixers), None)
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """Return the sliding window of each layer in tokens; None for full attention."""
-        return tuple(layer.mixer.window for layer in self.layers)
+        """Return the sliding window of each layer with attention in tokens; None for full attention."""
+        return tuple(mixer.window for mixer in self.attention.values())
 
     @property
     def sliding_window(self) -> int | None:
@@ -329,8 +291,8 @@ class DecoderSpec:
 
     @property
     def heads(self) -> tuple[int, int, int]:
-        """Return `Attention.heads`, which are the same in all layers."""
-        (heads,) = {layer.mixer.heads for layer in self.layers}
+        """Return `Attention.heads`, which are the same in all layers; without attention, those of the recurrent layers."""
+        (heads,) = {mixer.heads for mixer in self.attention.values()} or {layer.mixer.heads for layer in self.layers}
         return heads
 
     def stored_module(self, module: str) -> str:
@@ -374,9 +336,3 @@ class DecoderSpec:
         elif not self.tie_embeddings:
             shapes[HEAD] = (self.vocab_size, self.hidden_size)
         return shapes
-
-
-def _linear(prefix: str, modules: dict[str, tuple[int, int, bool]]) -> Shapes:
-    """Return the shapes of linear modules, given as rows, columns and whether there is a bias."""
-    weights: Shapes = {f"{prefix}{name}.weight": (rows, columns) for name, (rows, columns, _) in modules.items()}
-    return weights | {f"{prefix}{name}.bias": (rows,) for name, (rows, _, has_bias) in modules.items() if has_bias}

@@ -19,8 +19,9 @@ from chunkattn.models.adapters import Adapter
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.fused import SplitTensors, split_tensors
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
-from chunkattn.models.gguf_spec import GGUFTensors
+from chunkattn.models.gguf_tensors import GGUFTensors
 from chunkattn.models.merged import MergedTensors
+from chunkattn.models.mixers import EXACT
 from chunkattn.models.packed import Packed, Weight
 from chunkattn.models.packing import Packing, load_packed, plan_packing
 from chunkattn.models.quantized_folder import QuantizedFolder, open_folder
@@ -113,7 +114,8 @@ def fill(
             where = f"{source.path}: tensor {name!r}"
             weights[parameter] = load_packed(packing, parameter, shapes[parameter], form, read, shards, where)
         else:
-            read = partial(_read_transposed if parameter.endswith(TRANSPOSED) else _read_finite, source, name, dtype)
+            kept = jnp.dtype(jnp.float32) if parameter.endswith(EXACT) else dtype
+            read = partial(_read_transposed if parameter.endswith(TRANSPOSED) else _read_finite, source, name, kept)
             weights[parameter] = shards.load(parameter, shapes[parameter], read)
         source.release(name)
     return Decoder(spec, weights, dtype, shards)

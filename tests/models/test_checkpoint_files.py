@@ -58,25 +58,29 @@ def model():
 
 MIXTURES = "qwen2_moe", "qwen3_moe"
 GEMMA = ("gemma", "gemma3_text", "gemma3")
+HYBRIDS = "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"
 REFUSED = {
     "theta null": {family: "make no rotary embedding" for family in FAMILIES if family != "ministral3"},
     "no number of heads": dict.fromkeys(FAMILIES, "has shape")
     | dict.fromkeys(("mistral", "ministral3", *GEMMA, "mistral3"), "num_key_value_heads")
-    | dict.fromkeys(MIXTURES, "num_key_value_heads")
+    | dict.fromkeys((*MIXTURES, *HYBRIDS), "num_key_value_heads")
     | {"phi3": "tensor 'model.layers.0.self_attn.qkv_proj.weight' has 64 rows, the configuration says 96"},
     "gelu": {family: "hidden_act 'gelu' is not supported" for family in FAMILIES if family not in GEMMA},
     "parameters and scaling": {"phi3": "must be one of ['longrope'], got linear"}
     | dict.fromkeys(GEMMA[1:], "cannot be read: 'full_attention'"),
     "bidirectional": dict.fromkeys(GEMMA, "use_bidirectional_attention"),
     "a factor of 0": dict.fromkeys(("granite", "granitemoehybrid"), "residual_multiplier must be a positive finite number"),
-    "gelu by tanh": dict.fromkeys(MIXTURES, "not supported by experts"),
-    "a layer without experts": dict.fromkeys(MIXTURES, "'model.layers.1.mlp.down_proj.weight' and 2 more"),
-    "experts in every second layer": dict.fromkeys(MIXTURES, "'model.layers.0.mlp.down_proj.weight' and 2 more"),
-    "more experts than there are": dict.fromkeys(MIXTURES, "num_experts_per_tok 7 is more than num_experts 6"),
-    "no experts": dict.fromkeys(MIXTURES, "num_experts must be a positive integer, got 0"),
-    "layer types": {"granitemoehybrid": "layer type 'sliding_attention' is not supported by Granite 4"},
+    "gelu by tanh": dict.fromkeys(MIXTURES, "not supported by experts")
+    | dict.fromkeys(HYBRIDS, "not supported by recurrent layers"),
+    "a layer without experts": dict.fromkeys((*MIXTURES, "qwen3_next"), "'model.layers.1.mlp.down_proj.weight' and 2 more"),
+    "experts in every second layer": dict.fromkeys(
+        (*MIXTURES, "qwen3_next"), "'model.layers.0.mlp.down_proj.weight' and 2 more"
+    ),
+    "more experts than there are": dict.fromkeys((*MIXTURES, *HYBRIDS[1:]), "num_experts_per_tok 7 is more than num_experts 6"),
+    "no experts": dict.fromkeys((*MIXTURES, *HYBRIDS[1:]), "num_experts must be a positive integer, got 0"),
+    "layer types": dict.fromkeys(("granitemoehybrid", *HYBRIDS), "layer type 'sliding_attention' is not supported by"),
     "layer types switched off": dict.fromkeys(("qwen2", "qwen2_moe", "qwen3"), "need a sliding_window")
-    | {"granitemoehybrid": "layer type 'sliding_attention' is not supported by Granite 4"},
+    | dict.fromkeys(("granitemoehybrid", *HYBRIDS), "layer type 'sliding_attention' is not supported by"),
     "window null": dict.fromkeys(GEMMA[1:], "need a sliding_window"),
     "experts": {"qwen3_moe": "has shape"} | {"granitemoehybrid": "num_local_experts 4: experts are not supported by Granite 4"},
     "a width of shared experts": {"granitemoehybrid": "has 80 rows, the configuration says 48"},
@@ -91,6 +95,7 @@ for _case in ("scaling without type", "parameters and scaling"):
     REFUSED[_case] = REFUSED.get(_case, {}) | {"ministral3": "llama_4_scaling_beta"}
 for _case in (case for case in KEYS if case.startswith(("window switched", "window of", "window nearly", "a pattern"))):
     REFUSED[_case] = {"granitemoehybrid": "layer type 'linear_attention' is not supported by Granite 4"}
+    REFUSED[_case] |= dict.fromkeys(HYBRIDS, "tensor 'model.layers.1.linear_attn.A_log' and 12 more")
 
 
 @pytest.mark.parametrize("family", ONCE)

@@ -51,7 +51,7 @@ def folders(tmp_path_factory):
         key = kind, family, chosen, *shape
         if key not in made:
             tensors, keys = tensors_of(family, **shape)
-            tensors = numbered(tensors) if family.endswith("_moe") else tensors
+            tensors = numbered(tensors) if any(".experts." in name for name in tensors) else tensors
             stored, plain = quantise(kind, tensors, np.random.default_rng(3), chosen)
             place = tmp_path_factory.mktemp(kind)
             changes = {} if chosen is is_linear else {"ignore": [], "modules_to_not_convert": []}
@@ -98,8 +98,14 @@ def test_logits_of_every_format(kind, folders):
     np.testing.assert_allclose(dense_logits(load(folder)), expected, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "phi3", "gemma3", "mistral3", "llama", "granitemoehybrid"])
-@pytest.mark.parametrize("kind", ["fp8", "ct-int4-asymmetric", "awq", "gptq-ordered", "ct-nvfp4"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        *("qwen3_moe", "qwen2_moe", "phi3", "gemma3", "mistral3", "llama", "granitemoehybrid"),
+        *("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["fp8", "fp8-edges", "ct-int4-asymmetric", "awq", "gptq-ordered", "ct-nvfp4"])
 def test_logits_of_families(kind, family, folders):
     """Numbered experts, fused projections and names of multimodal models; routers stay as they are."""
     folder, twin, _ = folders(kind, family)
