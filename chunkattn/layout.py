@@ -20,6 +20,11 @@ QUESTION_ID = -2
 """Chunk id of question tokens and of every generated token."""
 
 
+def digest_of(ids: Sequence[int] | np.ndarray) -> bytes:
+    """Return a hash of token ids, 16 bytes."""
+    return hashlib.blake2b(np.asarray(ids, np.int32).tobytes(), digest_size=16).digest()
+
+
 class Segment(NamedTuple):
     """Part of a layout: its chunk id and token index range `[start, end)`."""
 
@@ -192,7 +197,7 @@ class ChunkLayout:
     @cached_property
     def chunk_digests(self) -> tuple[bytes, ...]:
         """Return a hash of the token ids of every chunk, 16 bytes each."""
-        return tuple(hashlib.blake2b(self.part(s).tobytes(), digest_size=16).digest() for s in self.segments[1:-1])
+        return tuple(digest_of(self.part(s)) for s in self.segments[1:-1])
 
     @cached_property
     def known_rows(self) -> np.ndarray:

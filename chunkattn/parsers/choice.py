@@ -10,6 +10,7 @@ from functools import partial
 from chunkattn.errors import RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.outputs import FocusOutput
+from chunkattn.parsers.joined import join
 from chunkattn.parsers.prompt import ParsedPrompt
 from chunkattn.rope.positions import make_layout
 
@@ -79,7 +80,7 @@ shortest = partial(longest, descending=False)
 
 
 def show(prompt: ParsedPrompt, chosen: Sequence[int], gap: int) -> ParsedPrompt:
-    """Return the prompt that shows a choice, with its layout, its texts and its names.
+    """Return the prompt that shows a choice, with its layout, its texts and its names. Documents are joined after the choice.
 
     Args:
         prompt: parsed prompt with a focus.
@@ -88,8 +89,9 @@ def show(prompt: ParsedPrompt, chosen: Sequence[int], gap: int) -> ParsedPrompt:
     """
     assert prompt.focus is not None
     layout, texts, names, mode = prompt.layout, prompt.texts, prompt.names, prompt.focus.mode
+    kept: Sequence[int] = range(layout.num_chunks)
     if not chosen:
-        return prompt
+        return join(prompt, "shared", gap) if prompt.joins else prompt
     if mode == "only":
         kept = sorted(chosen)
         names = names._replace(listed=[names.of(number) for number in kept])
@@ -100,7 +102,8 @@ def show(prompt: ParsedPrompt, chosen: Sequence[int], gap: int) -> ParsedPrompt:
         names = names._replace(last=f"the {names.last} behind them")
         if texts is not None:
             texts = (*texts[:-1], "".join([*(texts[1 + number] for number in again), texts[-1]]))
-    return replace(prompt, layout=compose(layout, chosen, mode, gap), texts=texts, names=names)
+    shown = replace(prompt, layout=compose(layout, chosen, mode, gap), texts=texts, names=names)
+    return join(shown, "shared", gap, kept) if prompt.joins else shown
 
 
 def _canonical(layout: ChunkLayout, chosen: Sequence[int]) -> list[int]:
@@ -123,7 +126,7 @@ def answered(prompt: ParsedPrompt, numbers: Sequence[int], scores: Sequence[floa
     chosen = choose(layout, numbers, scores, focus.top_n)
     by_digest = {layout.chunk_digests[number]: score for number, score in zip(numbers, scores, strict=True)}
     every = [by_digest.get(digest) if length else None for digest, length in zip(layout.chunk_digests, layout.chunk_lens)]
-    shown = sorted(chosen) if focus.mode == "only" else _canonical(layout, chosen)
+    shown = sorted(chosen) if focus.mode == "only" and not prompt.joins else _canonical(layout, chosen)
     output = FocusOutput(chosen, every, focus.mode, focus.score, computed, shown)
     return replace(show(prompt, chosen, gap), chosen=output)
 

@@ -86,6 +86,8 @@ class ParsedPrompt:
         sources: documents as the caller gave them; empty where they are the chunks themselves.
         focus: choice among the documents that is to be made.
         chosen: choice that the layout shows; None before it is made, and without focus.
+        joins: whether the documents become one chunk when the choice is made.
+        joined: see `RequestOutput`.
     """
 
     layout: ChunkLayout
@@ -97,6 +99,8 @@ class ParsedPrompt:
     sources: Sequence[str | TokenIds] = ()
     focus: Focus | None = None
     chosen: FocusOutput | None = None
+    joins: bool = False
+    joined: Mapping[int, int] | None = None
 
     @property
     def text(self) -> str | None:

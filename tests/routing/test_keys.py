@@ -161,6 +161,25 @@ def test_order_and_company_change_no_key():
     assert keys_of(*completion([], question="Who?")).rest == 4
 
 
+def test_joined_documents_are_one_piece():
+    """Their order has no effect. A repeated document counts twice, an empty one not at all, and one alone is a document."""
+    for make in (completion, chat, decision):
+        keys = {}
+        for documents in (["One.", "", "Two."], ["Two.", "One."], ["One.", "Two.", "One."], ["One."]):
+            keys[tuple(documents)] = keys_of(*make(documents, chunk_mode="joined"))
+        both, turned, twice, one = keys.values()
+        apart, longer = keys_of(*make(["One.", "Two."])), keys_of(*make(["8 bytes."]))
+        assert [size for _, size in both.pieces] == [size for _, size in longer.pieces]
+        assert turned == both
+        common = shared(apart, longer)  # the prefix alone
+        assert [shared(both, other) for other in (apart, longer, twice)] == [common] * 3
+        assert sum(size for _, size in twice.pieces) == sum(size for _, size in both.pieces) + len("One.")
+        assert one == keys_of(*make(["One."]))
+        assert keys_of(*make(["One.", "Two."], chunk_mode="isolated")) == apart
+        # A focus scores each document by itself.
+        assert keys_of(*make(["One.", "Two."], chunk_mode="joined", focus=1)) == apart
+
+
 def shared(one, other):
     """Bytes of the pieces that two requests share."""
     return sum(size for _, size in set(one.pieces) & set(other.pieces))
