@@ -20,6 +20,7 @@ from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import as_list, chat_options
+from chunkattn.parsers.joined import ISOLATED
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 from chunkattn.parsers.states import State, States
 from chunkattn.remote.async_runner import AsyncRunner
@@ -79,6 +80,7 @@ class AsyncLLM(AsyncRunner):
         request_id: str | None = None,
         chunk_aware: bool | None = None,
         focus: FocusLike | None = None,
+        chunk_mode: str = ISOLATED,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
@@ -97,6 +99,7 @@ class AsyncLLM(AsyncRunner):
             request_id: id for `abort`; None makes one up.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: see `LLM.generate`; a `ParsedPrompt` has its own instead.
+            chunk_mode: see `LLM.generate`; a `ParsedPrompt` has its own instead.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             lora_request: adapter of the request; see `LLM.generate`.
             priority: rank in the queue; lower goes first.
@@ -115,9 +118,13 @@ class AsyncLLM(AsyncRunner):
         """
 
         def make() -> GenerateJob:
-            if isinstance(prompt, ParsedPrompt) and focus is not None:
-                raise RequestError("a ParsedPrompt has a focus of its own; leave focus out", param="focus")
-            parsed = [prompt] if isinstance(prompt, ParsedPrompt) else self.frontend.parse([prompt], chunk_aware, focus)
+            if isinstance(prompt, ParsedPrompt):
+                if focus is not None or chunk_mode != ISOLATED:
+                    name = "chunk_mode" if focus is None else "focus"
+                    raise RequestError(f"a ParsedPrompt has a {name} of its own; leave {name} out", param=name)
+                parsed = [prompt]
+            else:
+                parsed = self.frontend.parse([prompt], chunk_aware, focus, chunk_mode=chunk_mode)
             return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)
 
         return self._generate(make, request_id, timeout, snapshots, lora_request)
@@ -142,6 +149,7 @@ class AsyncLLM(AsyncRunner):
         *,
         documents: Sequence[str | Sequence[int]] | None = None,
         focus: FocusLike | None = None,
+        chunk_mode: str = ISOLATED,
         request_id: str | None = None,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
@@ -161,6 +169,7 @@ class AsyncLLM(AsyncRunner):
             sampling_params: see `generate`.
             documents: texts or token ids that become chunks; see `LLM.chat`.
             focus: see `LLM.generate`; needs documents.
+            chunk_mode: see `LLM.generate`.
             request_id: see `generate`.
             cache_salt: see `generate`.
             lora_request: see `generate`.
@@ -182,7 +191,8 @@ class AsyncLLM(AsyncRunner):
 
         def make() -> GenerateJob:
             options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
-            parsed = self.frontend.parse_chat([as_list(messages, "messages")], documents, options, focus)
+            chats = [as_list(messages, "messages")]
+            parsed = self.frontend.parse_chat(chats, documents, options, focus, chunk_mode=chunk_mode)
             return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)
 
         return self._generate(make, request_id, timeout, snapshots, lora_request)

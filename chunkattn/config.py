@@ -139,6 +139,8 @@ class EngineConfig:
             scale 1.
         block_size: tokens per KV page, a power of two; by default 64 on GPUs and 16 elsewhere.
         kv_cache_memory_bytes: size of the KV pool on each device in bytes; by default chosen by platform.
+        state_cache_memory_bytes: size of the states of recurrent layers on each device in bytes, of running requests and kept
+            ones; by default chosen by platform. Other models have none.
         gpu_memory_utilization: share of each GPU's memory that JAX takes at its start, for weights, KV pool and steps. JAX's
             own variable `XLA_CLIENT_MEM_FRACTION` comes first, as does its deprecated name `XLA_PYTHON_CLIENT_MEM_FRACTION`.
             It has no effect once the process has used JAX.
@@ -201,6 +203,7 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     block_size: int | None = None
     kv_cache_memory_bytes: int | None = None
+    state_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = GPU_SHARE
     enable_prefix_caching: bool = True
     kv_store: str | None = None

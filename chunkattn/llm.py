@@ -28,6 +28,7 @@ from chunkattn.options import list_options
 from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import chat_options
+from chunkattn.parsers.joined import ISOLATED
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 from chunkattn.parsers.states import State, States
 
@@ -99,6 +100,7 @@ class LLM:
         *,
         chunk_aware: bool | None = None,
         focus: FocusLike | None = None,
+        chunk_mode: str = ISOLATED,
         cache_salt: str | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
@@ -112,6 +114,8 @@ class LLM:
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: number of documents that each prompt chooses by its question, or a `chunkattn.focus.Focus`; for prompts that
                 have none of their own. None shows all documents alike.
+            chunk_mode: `"isolated"` makes every document a chunk. `"joined"` makes one chunk of all documents of a prompt, or
+                of those that a focus chooses, in an order that ignores yours. Each then sees the documents before it.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             lora_request: adapter of all prompts, or a list with one or None each. An adapter that `lora_modules` does not name
                 is loaded first, which needs `enable_lora`; more than `max_loras` take turns. Adapters share no cached blocks.
@@ -126,7 +130,8 @@ class LLM:
                 any prompt runs.
             EngineError: a step failed.
         """
-        parsed = self._adapted(self.frontend.parse(prompts, chunk_aware, focus), lora_request, cache_salt)
+        listed = self.frontend.parse(prompts, chunk_aware, focus, chunk_mode=chunk_mode)
+        parsed = self._adapted(listed, lora_request, cache_salt)
         return self.run(generate_batch(self.frontend, parsed, sampling_params, priority), use_tqdm)
 
     def chat(
@@ -136,6 +141,7 @@ class LLM:
         *,
         documents: Sequence[str | Sequence[int]] | None = None,
         focus: FocusLike | None = None,
+        chunk_mode: str = ISOLATED,
         cache_salt: str | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
@@ -154,6 +160,7 @@ class LLM:
                 `document_template`. The text before the content of the first user message is the prefix, and the rest is the
                 question.
             focus: see `generate`; needs documents.
+            chunk_mode: see `generate`.
             cache_salt: see `generate`.
             lora_request: see `generate`.
             priority: see `generate`.
@@ -171,7 +178,8 @@ class LLM:
             EngineError: a step failed.
         """
         options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
-        parsed = self._adapted(self.frontend.parse_chat(messages, documents, options, focus), lora_request, cache_salt)
+        chats = self.frontend.parse_chat(messages, documents, options, focus, chunk_mode=chunk_mode)
+        parsed = self._adapted(chats, lora_request, cache_salt)
         return self.run(generate_batch(self.frontend, parsed, sampling_params, priority), use_tqdm)
 
     def _adapted(self, prompts: list[ParsedPrompt], requests: Any, cache_salt: str | None) -> list[ParsedPrompt]:

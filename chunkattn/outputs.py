@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -55,7 +56,7 @@ class FocusOutput:
         score: name of the score.
         computed_tokens: tokens that the engine computed to score the documents, in addition to the prompt.
         shown: numbers of the chosen documents in the order in which the prompt shows them: `"reread"` repeats them in this
-            order, `"only"` has them as its chunks.
+            order, `"only"` has them as its chunks, or as the only one where documents are joined.
     """
 
     documents: list[int]
@@ -82,6 +83,8 @@ class RequestOutput:
         prefix_len: tokens of the prefix; 0 for a plain prompt.
         focus: choice among the documents; None for a prompt without `focus`. Prompt, token ids and chunks are then those of the
             prompt that shows the choice.
+        joined: tokens of each document by its number, in the order in which the only chunk holds them; None for a prompt whose
+            chunks are not joined. An empty document is not among them.
     """
 
     request_id: str
@@ -94,6 +97,7 @@ class RequestOutput:
     num_cached_chunk_tokens: tuple[int, ...] = ()
     prefix_len: int = 0
     focus: FocusOutput | None = None
+    joined: Mapping[int, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -183,12 +187,15 @@ class CachedDocument:
         num_bytes: size in bytes of the document's K/V pages.
         was_cached: whether all of the document was in the cache before.
         done: whether the document has been computed.
+        state_kept: whether the cache holds the state at the document's end, from which a question goes on without computing the
+            document again; always False without recurrent layers.
     """
 
     tokens: int
     num_bytes: int
     was_cached: bool
     done: bool
+    state_kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -200,8 +207,11 @@ class CacheReport:
         prefix_bytes: size in bytes of the prefix's K/V pages.
         documents: documents in the given order.
         pool_bytes: size of the whole KV pool in bytes.
-        fits: number of leading documents that the pool can hold together with the prefix.
+        fits: number of leading documents that the pool can hold together with the prefix. With `keep_states`, their states and
+            the prefix's fit beside the state of one running request, too.
         pin_ids: pin ids for `LLM.unpin`.
+        state_bytes: size of one state in bytes; 0 without recurrent layers.
+        state_slots: number of states that the engine holds, those of running requests among them.
     """
 
     prefix_tokens: int
@@ -210,6 +220,8 @@ class CacheReport:
     pool_bytes: int
     fits: int
     pin_ids: tuple[str, ...] = ()
+    state_bytes: int = 0
+    state_slots: int = 0
 
     @property
     def total_bytes(self) -> int:

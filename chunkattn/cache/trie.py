@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
+from typing import Any
 
 from chunkattn.errors import OutOfPagesError
 
@@ -40,6 +41,8 @@ class Block:
         later: blocks that have this block as a parent other than the first.
         key: key under the first parent, or the salt for a root; None while the block is private to one sequence.
         keep: whether the block stays cached when its last holder releases it.
+        states: what the cache of states keeps of the block, by the number of its tokens; None for nothing.
+        walker: who computes the part that ends in the block, in a model with recurrent layers; None for nobody.
     """
 
     __slots__ = (
@@ -56,6 +59,8 @@ class Block:
         "refs",
         "serial",
         "size",
+        "states",
+        "walker",
     )
 
     def __init__(self, serial: int, page: int, size: int, keep: bool) -> None:
@@ -65,6 +70,8 @@ class Block:
         self.key: Key | None = None
         self.children: dict[Key, Block] = {}
         self.later: set[Block] = set()
+        self.states: dict[int, Any] | None = None
+        self.walker: object = None
 
     @property
     def complete(self) -> bool:
@@ -78,10 +85,11 @@ class BlockTrie:
     Attributes:
         num_pages: number of pages.
         evictions: number of blocks evicted so far.
+        dropped: called with each block that has `states` when it leaves the pool.
     """
 
-    def __init__(self, num_pages: int) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, dropped: Callable[[Block], None] | None = None) -> None:
+        self.num_pages, self.dropped = num_pages, dropped
         self.evictions = 0
         self._serials, self._clock = count(), count()
         self.reset()
@@ -243,6 +251,8 @@ class BlockTrie:
         assert not block.refs
         assert not block.dependents
         self._free.append(block.page)
+        if block.states and self.dropped is not None:
+            self.dropped(block)
         if block.key is not None:
             del block.parents[0].children[block.key]
             for parent in block.parents[1:]:

@@ -75,6 +75,7 @@ class ScoreInputs:
         max_extend_tokens: maximum number of tokens of one item after a cached query: the room that the KV pool has beside the
             query, and at most `max_chunk_len`.
         block_size: tokens of a KV page.
+        cut_size: tokens to whose multiples the query is cut where its end is computed again.
         items_on_pages: whether every item begins on a page.
     """
 
@@ -91,6 +92,7 @@ class ScoreInputs:
     max_batch_slots: int = 1 << 31
     max_extend_tokens: int = 1 << 31
     block_size: int = 16
+    cut_size: int = 16
     items_on_pages: bool = False
     backs: Sequence[tuple[int, ...]] = ()
 
@@ -144,8 +146,8 @@ class ScoreInputs:
         items = [len(item) for item, _ in different]  # items repeated with their labels are scored once
         total = sum(items)
 
-        # An empty item makes `prefill_extend` compute the query's last page again.
-        again = (query - 1) % self.block_size + 1 if query and not all(items) else 0
+        # An empty item makes `prefill_extend` compute the query's end again.
+        again = (query - 1) % self.cut_size + 1 if query and not all(items) else 0
         return {
             **dict.fromkeys(PACKED, total + query * sum(1 for _ in self.packs(items))),
             "serial": total + query * len(items),
@@ -182,12 +184,12 @@ def packed_segment(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
 def prefill_extend(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     """Yield batches of items that follow a query in the cache.
 
-    A cached token has no logits, so empty items make the query's last page of tokens be computed again.
+    A cached token has no logits, so empty items make the query's last `ScoreInputs.cut_size` tokens be computed again.
     """
     yield from _packs(call, [place for place in places if call.items[place]], call.batches)
     if empty := [place for place in places if not call.items[place]]:
         last = len(call.before) - 1
-        cut = last - last % call.block_size
+        cut = last - last % call.cut_size
         yield make_layout(call.before[:cut], [], call.before[cut:]), np.full(len(empty), last), empty
 
 
@@ -286,7 +288,7 @@ def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes) -> tuple[dict
         sum(_behind(query, filled[first:last]) for first, last in batches),
     )
     if len(filled) < len(lens):
-        again = (query - 1) % call.block_size + 1
+        again = (query - 1) % call.cut_size + 1
         extend += seconds([again], _behind(query - again, [again]))
     costs = {
         "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),

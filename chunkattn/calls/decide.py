@@ -12,7 +12,7 @@ import numpy as np
 from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calibration import LabelScale
 from chunkattn.calls.decide_head import head_call
-from chunkattn.calls.decide_items import QuestionItems, StatesJob, read_documents
+from chunkattn.calls.decide_items import DOCUMENTS, QuestionItems, StatesJob, read_documents
 from chunkattn.calls.decide_method import MethodFirst, MethodJob
 from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask, check_names, listed_questions, of_state
 from chunkattn.calls.decide_verdict import AUTO, HEAD
@@ -22,6 +22,7 @@ from chunkattn.calls.score import ScoreJob, total_usage
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import ScoreOutput
+from chunkattn.parsers.joined import ISOLATED, is_joined, names_of_joined
 from chunkattn.parsers.states import State, States, list_states, read_state
 
 _CONTENT_FREE = "N/A"
@@ -37,6 +38,7 @@ class DecideOptions(TypedDict, total=False):
         documents: texts or token ids that become chunks before the state, texts in the engine's `document_template`. The state
             and every question see all of them. Documents in the cache behind the same beginning of the chat template (see
             `LLM.chat`) are not computed again, in any order; None or an empty list for none.
+        chunk_mode: see `LLM.generate`. `"joined"` makes one chunk of all documents.
         system: content of a system message before the documents or the state; None for no such message.
         method: `"auto"` is `"head"` for a decision model. For others it is `"letters"` or `"likelihood"`, whichever answers the
             built-in questions better (see `EngineConfig.decide_method`).
@@ -57,6 +59,7 @@ class DecideOptions(TypedDict, total=False):
     """
 
     documents: Sequence[str | Sequence[int]] | None
+    chunk_mode: str
     system: str | None
     method: str
     calibrate: bool | Literal["fitted"]
@@ -72,6 +75,7 @@ def decide_call(
     questions: Sequence[Question],
     *,
     documents: Sequence[str | Sequence[int]] | None = None,
+    chunk_mode: str = ISOLATED,
     system: str | None = None,
     method: str = AUTO,
     calibrate: bool | Literal["fitted"] = False,
@@ -91,6 +95,7 @@ def decide_call(
     """
     options = DecideOptions(
         documents=documents,
+        chunk_mode=chunk_mode,
         system=system,
         calibrate=calibrate,
         cache_salt=salt_for(lora_request, cache_salt),
@@ -134,19 +139,22 @@ def _decide_by(
     states = list_states(state)
     text = read_state(state) if states is None else ""
     listed, parts = listed_questions(limits, questions)
-    chunks = [] if options["documents"] is None else read_documents(frontend, options["documents"])
+    joins = is_joined(options["chunk_mode"])
+    chunks = [] if options["documents"] is None else read_documents(frontend, options["documents"], joins=joins)
     labels = frontend.answer_labels(system, options["chat_template_kwargs"])
     template = labels.template
     asked = [ask(question, method, labels, part) for question, part in zip(listed, parts, strict=True)]
     check_names(listed)
     (rank,) = check_priorities(options["priority"], 1)
-    items = QuestionItems(frontend, template, asked, parts, chunks, cache_salt=cache_salt, priority=rank)
+    documents = names_of_joined(DOCUMENTS) if joins else DOCUMENTS
+    make = partial(QuestionItems, frontend, template, cache_salt=cache_salt, priority=rank)
+    items = make(asked, parts, chunks, document_names=documents)
     finish = partial(_decisions, asked, method, scales)
     divided = [calibrate is True or (calibrate == FITTED and question.kind == "likelihood") for question in asked]
     empty = []
     if any(divided):
         some, names = [*compress(asked, divided)], [*compress(parts, divided)]
-        free = QuestionItems(frontend, template, some, names, [], cache_salt=cache_salt, priority=rank)
+        free = make(some, names, [])
         ids = free.state_ids(_CONTENT_FREE)
         free.check(ids)
         empty = [free.behind_state(ids)]

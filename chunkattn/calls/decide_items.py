@@ -19,6 +19,7 @@ from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput, ScoreUsage
 from chunkattn.parsers.arguments import salt_key
+from chunkattn.parsers.joined import joined_ids
 from chunkattn.parsers.states import StateTemplate
 from chunkattn.rope.positions import make_layout
 
@@ -31,12 +32,13 @@ _LOOKUP_TOKENS = 1 << 16
 """Tokens of documents that the states of one lookup repeat at most."""
 
 
-def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]]) -> list[np.ndarray]:
-    """Return the token ids of each document, int32.
+def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]], *, joins: bool) -> list[np.ndarray]:
+    """Return the token ids of each chunk, int32.
 
     Args:
         frontend: frontend of the engine.
         documents: texts or token ids.
+        joins: whether all documents are one chunk.
 
     Raises:
         RequestError: a document is malformed, there are too many, or the engine has no cache to keep them in.
@@ -46,7 +48,7 @@ def read_documents(frontend: Frontend, documents: Sequence[str | Sequence[int]])
     if chunks and not frontend.config.enable_prefix_caching:
         text = "decide keeps documents in the cache, and this engine has enable_prefix_caching=False; put them into the state"
         raise RequestError(text, param="documents")
-    return [np.asarray(chunk, np.int32) for chunk in chunks]
+    return [np.asarray(chunk, np.int32) for chunk in (joined_ids(chunks) if joins else chunks)]
 
 
 class QuestionItems:
@@ -60,6 +62,7 @@ class QuestionItems:
         chunks: token ids of each document before the states; empty for none.
         cache_salt: see `LLM.generate`.
         priority: rank in the queue; lower goes first.
+        document_names: names of the parts before a question.
 
     Attributes:
         algorithm: name of the algorithm. It follows from the engine alone, so no other question can change it.
@@ -80,7 +83,9 @@ class QuestionItems:
         *,
         cache_salt: str | None,
         priority: int,
+        document_names: Names = DOCUMENTS,
     ) -> None:
+        self._document_names = document_names
         self._frontend, self._template, self._chunks = frontend, template, chunks
         self._cache_salt, self._priority = cache_salt, priority
         listed = [part for question, part in zip(asked, parts, strict=True) for _ in question.items]
@@ -177,7 +182,7 @@ class QuestionItems:
                 self._check_room(ids)
             return
         documents = self._documents(ids)
-        limits.check(PrecomputeRequest("", documents.layout(self._before, [])), DOCUMENTS)
+        limits.check(PrecomputeRequest("", documents.layout(self._before, [])), self._document_names)
         for number, item in enumerate(self._items):
             limits.check_ids(item, "questions", self._names.of(number), placed=False)
         longest = max(range(len(self._items)), key=lambda number: len(self._items[number]))
@@ -186,7 +191,7 @@ class QuestionItems:
         request = ScoreRequest(
             "", layout, np.asarray([len(layout) - 1]), labels, share_prefix=True, state_len=len(documents.state)
         )
-        limits.check(request, DOCUMENTS._replace(question="questions", last=last))
+        limits.check(request, self._document_names._replace(question="questions", last=last))
 
     def _documents(self, ids: list[int]) -> SharedDocuments:
         parser = self._frontend.parser

@@ -20,6 +20,7 @@ from chunkattn.outputs import RerankOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import salt_key
 from chunkattn.parsers.choice import answered, behind_one, candidates_of, check_likelihood, longest, read_from
+from chunkattn.parsers.joined import join
 
 
 @dataclass(frozen=True)
@@ -280,7 +281,8 @@ def check_longest(limits: EngineLimits, request: GenerateRequest, prompt: Parsed
     focus = prompt.focus
     assert focus is not None
     if focus.mode != "only":
-        limits.check(request, prompt.names)
+        whole = join(prompt, "shared", gap) if prompt.joins else prompt
+        limits.check(replace(request, layout=whole.layout), whole.names)
     shown = longest(prompt, gap)
     composed = replace(request, layout=shown.layout)
     try:

@@ -32,6 +32,7 @@ from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
+from chunkattn.parsers.joined import ISOLATED, in_mode
 from chunkattn.parsers.prompt import Prompt, list_prompts
 from chunkattn.parsers.states import StateTemplate
 
@@ -229,6 +230,7 @@ class Frontend:
         chunk_aware: bool | None,
         focus: FocusLike | None = None,
         *,
+        chunk_mode: str = ISOLATED,
         add_special_tokens: bool = True,
     ) -> list[ParsedPrompt]:
         """Parse one prompt or many.
@@ -237,6 +239,7 @@ class Frontend:
             prompts: prompt or list of prompts.
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: focus of the prompts that have none of their own.
+            chunk_mode: one of `CHUNK_MODES`.
             add_special_tokens: begin prompts given as text with the tokenizer's leading special tokens.
 
         Raises:
@@ -246,7 +249,8 @@ class Frontend:
         self.limits.check_generates()
         self.check_language_head("prompt")
         parser = self.parser if add_special_tokens else self.parser.without_leading()
-        return [parser.parse(prompt, chunk_aware, focus) for prompt in list_prompts(prompts)]
+        parsed = (parser.parse(prompt, chunk_aware, focus) for prompt in list_prompts(prompts))
+        return [in_mode(prompt, chunk_mode, parser.strategy, parser.gap) for prompt in parsed]
 
     def parse_chat(
         self,
@@ -254,6 +258,8 @@ class Frontend:
         documents: Sequence[str | Sequence[int]] | None,
         template_options: Mapping[str, Any] | None,
         focus: FocusLike | None = None,
+        *,
+        chunk_mode: str = ISOLATED,
     ) -> list[ParsedPrompt]:
         """Parse one conversation or many.
 
@@ -262,6 +268,7 @@ class Frontend:
             documents: see `LLM.chat`.
             template_options: variables of the chat template and arguments of `chat_options`.
             focus: focus of every conversation.
+            chunk_mode: one of `CHUNK_MODES`.
 
         Raises:
             RequestError: as `parse`, or the template or an argument is malformed.
@@ -269,7 +276,8 @@ class Frontend:
         self.limits.check_generates()
         self.check_language_head("prompt")
         options = self.template_options(template_options)
-        return [self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages)]
+        parsed = (self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages))
+        return [in_mode(prompt, chunk_mode, self.parser.strategy, self.gap) for prompt in parsed]
 
 
 def check_priorities(value: Any, count: int) -> list[int]:

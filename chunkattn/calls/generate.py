@@ -168,7 +168,7 @@ class GenerateJob:
             self.requests = [replace(r, layout=prompt.layout) for r, prompt in zip(self.requests, prompts, strict=True)]
         for request, prompt in zip(self.requests, prompts, strict=True):
             builder = OutputBuilder(request, prompt.text, self._frontend.tokenizer, self._frontend.decode)
-            builder.output.focus = prompt.chosen
+            builder.output.focus, builder.output.joined = prompt.chosen, prompt.joined
             self._by_id[request.request_id] = builder
         self.builders = list(self._by_id.values())
         yield Ask(self.requests, self._take)

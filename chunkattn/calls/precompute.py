@@ -14,6 +14,7 @@ from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import CachedDocument, CacheReport
 from chunkattn.parsers.arguments import salt_key
+from chunkattn.parsers.joined import ISOLATED, is_joined, joined_ids, names_of_joined
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.rope.positions import make_layout
 
@@ -25,11 +26,15 @@ class LookupOptions(TypedDict, total=False):
         cache_salt: see `LLM.generate`.
         lora_request: see `LLM.generate`; one adapter for the call.
         chat_template_kwargs: the same options as in the calls of `chat`.
+        chunk_mode: see `LLM.generate`. `"joined"` takes all documents together, and reports them as one.
+        keep_states: count a document as cached only with the state at its end; no effect without recurrent layers.
     """
 
     cache_salt: str | None
     lora_request: LoRARequest | None
     chat_template_kwargs: Mapping[str, Any] | None
+    chunk_mode: str
+    keep_states: bool
 
 
 class PrecomputeOptions(LookupOptions, total=False):
@@ -41,6 +46,10 @@ class PrecomputeOptions(LookupOptions, total=False):
         cache_salt: see `LLM.generate`.
         lora_request: see `LLM.generate`; one adapter for the call.
         chat_template_kwargs: the same options as in the later calls of `chat`.
+        chunk_mode: see `LLM.generate`. `"joined"` computes all documents together for later calls of that mode, and reports
+            them as one.
+        keep_states: keep the state at the end of every document as well, so that a question behind it does not compute the
+            document again; no effect without recurrent layers. A state takes `CacheReport.state_bytes`.
     """
 
     pin: bool
@@ -59,13 +68,14 @@ class PrecomputeJob:
         cache_salt: see `LLM.generate`.
         pin: whether the requests pin their blocks.
         priority: rank in the queue; lower goes first.
+        keep_states: see `PrecomputeOptions`.
         names: the caller's names of prefix and documents, for errors.
         forget: whether to look the documents up and forget them, or only look them up; None computes them.
 
     Raises:
         RequestError: an argument is malformed, a token id is outside the vocabulary, or there is nothing to compute.
-        CapacityError: a part is too long, the call exceeds `max_tokens_per_call`, or `pin` is set and the pool is too small
-            for all documents.
+        CapacityError: a part is too long, the call exceeds `max_tokens_per_call`, or `pin` is set and the pool, or with
+            `keep_states` the number of states, is too small for all documents.
     """
 
     unit = "documents"
@@ -79,16 +89,18 @@ class PrecomputeJob:
         cache_salt: str | None = None,
         pin: bool = False,
         priority: int = 0,
+        keep_states: bool = False,
         names: Names = DOCUMENT_NAMES,
         forget: bool | None = None,
     ) -> None:
         self._frontend, self._prefix, self._documents, self._pin = frontend, prefix, documents, pin
-        self._forget = forget
+        self._forget, self._keep_states = forget, keep_states
         config, self.limits = frontend.config, frontend.limits
         if not config.enable_prefix_caching:
             raise RequestError("this engine has no cache: enable_prefix_caching is False", param=names.chunks)
-        if not isinstance(pin, bool):
-            raise RequestError(f"pin must be True or False, got {pin!r}", param="pin")
+        for name, flag in (("pin", pin), ("keep_states", keep_states)):
+            if not isinstance(flag, bool):
+                raise RequestError(f"{name} must be True or False, got {flag!r}", param=name)
         (self._priority,), self._salt_key = check_priorities(priority, 1), salt_key(cache_salt)
         if not prefix and not documents:
             raise RequestError("there is neither a prefix nor a document", param=names.chunks)
@@ -111,7 +123,14 @@ class PrecomputeJob:
         layout = make_layout(self._prefix, parts, [], strategy, self._frontend.gap)
         if not len(layout):
             return None
-        return PrecomputeRequest(self._frontend.new_id(), layout, self._salt_key, self._pin, priority=self._priority)
+        return PrecomputeRequest(
+            self._frontend.new_id(),
+            layout,
+            self._salt_key,
+            self._pin,
+            priority=self._priority,
+            keep_states=self._keep_states,
+        )
 
     def stages(self) -> Iterator[list[PrecomputeRequest]]:
         """Yield the requests in stages."""
@@ -141,6 +160,13 @@ class PrecomputeJob:
     def _check_room(self, names: Names) -> None:
         """Check that the pool can hold all documents at once."""
         report = self.result()
+        limits, states = self.limits, self._num_states
+        if limits.recurrent and states >= limits.state_slots:
+            raise CapacityError(
+                f"the {states} states of prefix and documents cannot all be pinned: the engine holds {limits.state_slots} of "
+                f"{limits.state_bytes} bytes, and one is of a running request; pin less, or raise state_cache_memory_bytes",
+                param=names.chunks,
+            )
         if report.fits < len(report.documents):
             raise CapacityError(
                 f"{len(report.documents)} documents of {report.total_bytes} bytes cannot all be pinned: the pool of "
@@ -148,20 +174,29 @@ class PrecomputeJob:
                 param=names.chunks,
             )
 
+    @property
+    def _num_states(self) -> int:
+        """Return the number of states that a pin of the documents holds: the prefix's and, with `keep_states`, theirs."""
+        return bool(self._prefix) + (len({tuple(ids) for ids in self._documents if ids}) if self._keep_states else 0)
+
     def result(self) -> CacheReport:
         """Return the sizes of the parts, and the number of documents that fit the pool together."""
         limits, documents, fits = self.limits, [], 0
         page = -(-len(self._prefix) // limits.block_size)
         room, seen = limits.num_pages - page, set()
+        states = limits.state_slots - 1 - bool(self._prefix) if limits.recurrent and self._keep_states else len(self._documents)
         for number, ids in enumerate(self._documents):
             pages = -(-len(ids) // limits.block_size)
             request_id, place = self._places.get(number, ("", 0))
             cached = self._cached.get(request_id)
             was_cached = not ids or (cached is not None and cached.chunks[place] == len(ids))
-            documents.append(CachedDocument(len(ids), pages * limits.page_bytes, was_cached, cached is not None or not ids))
-            room -= 0 if tuple(ids) in seen else pages  # equal documents share pages
+            state_kept = cached is not None and bool(cached.states) and cached.states[place]
+            done = cached is not None or not ids
+            documents.append(CachedDocument(len(ids), pages * limits.page_bytes, was_cached, done, state_kept))
+            if ids and tuple(ids) not in seen:  # equal documents share pages and state
+                room, states = room - pages, states - 1
             seen.add(tuple(ids))
-            fits += room >= 0
+            fits += min(room, states) >= 0
         return CacheReport(
             prefix_tokens=len(self._prefix),
             prefix_bytes=page * limits.page_bytes,
@@ -169,6 +204,8 @@ class PrecomputeJob:
             pool_bytes=limits.num_pages * limits.page_bytes,
             fits=fits,
             pin_ids=tuple(self._cached) if self._pin else (),
+            state_bytes=limits.state_bytes,
+            state_slots=limits.state_slots,
         )
 
 
@@ -182,6 +219,8 @@ def precompute_job(
     cache_salt: str | None = None,
     lora_request: LoRARequest | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    chunk_mode: str = ISOLATED,
+    keep_states: bool = False,
     names: Names = DOCUMENT_NAMES,
     forget: bool | None = None,
 ) -> PrecomputeJob:
@@ -195,6 +234,9 @@ def precompute_job(
     """
     if isinstance(documents, Sequence) and not isinstance(documents, str):
         frontend.limits.check_count(len(documents), "documents", names.chunks)
-    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, frontend.template_options(chat_template_kwargs), names)
-    options: dict[str, Any] = {"pin": pin, "priority": priority, "names": names, "forget": forget}
+    joins, variables = is_joined(chunk_mode), frontend.template_options(chat_template_kwargs)
+    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, variables, names)
+    if joins:
+        chunks, names = joined_ids(chunks), names_of_joined(names)
+    options: dict[str, Any] = {"pin": pin, "priority": priority, "keep_states": keep_states, "names": names, "forget": forget}
     return PrecomputeJob(frontend, prefix_ids, chunks, cache_salt=salt_for(lora_request, cache_salt), **options)

@@ -375,7 +375,8 @@ def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int, algorith
         "max_batch_slots": min(room, beside_query),
         "max_extend_tokens": min(beside_query, config.max_chunk_len),
         "block_size": block,
-        "items_on_pages": limits.items_on_pages or limits.windowed,
+        "cut_size": limits.cut_size,
+        "items_on_pages": limits.items_on_pages or limits.windowed or limits.recurrent,
     }
 
 

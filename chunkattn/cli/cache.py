@@ -43,6 +43,7 @@ def build(
     system: str | None = None,
     pattern: str = "**/*.txt",
     cache_salt: str | None = None,
+    keep_states: bool = False,
     api_key_file: Annotated[str | None, typer.Option(envvar="CHUNKATTN_API_KEY_FILE")] = None,
     api_key_name: str | None = None,
     max_bytes: int = 16 << 30,
@@ -60,6 +61,7 @@ def build(
         system: system message of the chats that will use the documents.
         pattern: glob pattern of the files, relative to the folder.
         cache_salt: salt of the requests that may use the K/V.
+        keep_states: keep the state at the end of every document, too, in a model with recurrent layers.
         api_key_file: key file of the server that will use the K/V.
         api_key_name: name in the key file; its requests without a cache_salt may use the K/V.
         max_bytes: size limit of the K/V folder in bytes.
@@ -94,7 +96,8 @@ def build(
             for first in range(0, len(files), BATCH):
                 batch = documents[first : first + BATCH]
                 names = DOCUMENT_NAMES._replace(listed=[str(file) for file in files[first : first + BATCH]])
-                job = precompute_job(llm.frontend, start, batch, cache_salt=cache_salt, names=names)
+                options: dict[str, Any] = {"cache_salt": cache_salt, "keep_states": keep_states, "names": names}
+                job = precompute_job(llm.frontend, start, batch, **options)
                 report = llm.run(job, use_tqdm=False)
                 parts |= {(start_text, document) for document, d in zip(batch, report.documents, strict=True) if d.tokens}
                 tokens += sum(d.tokens for d in report.documents)
@@ -104,7 +107,7 @@ def build(
         assert disk is not None
         parts |= {(start_text, None)} if report.prefix_tokens else set()
         disk.writer.flush(timeout=600)
-        kept = sum(entry.last_used >= began - 1 for entry in disk.store.entries())
+        kept = sum(entry.last_used >= began - 1 and entry.kind != "state" for entry in disk.store.entries())
     finally:
         llm.close()
     counts = disk.counts

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from chunkattn.errors import ConfigError
 from chunkattn.layout import ChunkLayout, Segment
 from chunkattn.parsers import ParsedPrompt, PromptParser
+from chunkattn.parsers.joined import in_mode
 from chunkattn.terminal.files import is_file
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def _of_body(source: dict[str, Any], parser: PromptParser, tokenizer: PreTrained
             _refuse_ids(named_documents(chat.documents))
             messages = [message.plain() for message in chat.messages]
             parsed = parser.parse_chat(messages, chat.chunks({}), **chat.template_options())
+            parsed = in_mode(parsed, chat.chunk_mode, parser.strategy, parser.gap)
             return Side(parsed, chat.cache_salt, "strftime_now" in str(getattr(tokenizer, "chat_template", None)))
         body = CompletionBody.model_validate(source)
     except ValidationError as error:
@@ -96,7 +98,8 @@ def _of_body(source: dict[str, Any], parser: PromptParser, tokenizer: PreTrained
     prompts = body.prompts({})
     if len(prompts) != 1:
         raise ConfigError(f"the saved body has {len(prompts)} prompts; save one body for each prompt to compare them")
-    return Side(body_parser.parse(prompts[0], chunk_aware), body.cache_salt)
+    parsed = in_mode(body_parser.parse(prompts[0], chunk_aware), body.chunk_mode, parser.strategy, parser.gap)
+    return Side(parsed, body.cache_salt)
 
 
 def _refuse_ids(named: Any) -> None:

@@ -19,6 +19,7 @@ from chunkattn.calls.decide_table import csv_line, table_header, table_row
 from chunkattn.config import EngineConfig
 from chunkattn.decisions import ChoiceAnswer, DecisionOutput, PredicateAnswer, Question
 from chunkattn.errors import ConfigError, RequestError
+from chunkattn.parsers.joined import ISOLATED
 from chunkattn.parsers.states import OneState, read_state
 from chunkattn.terminal.commands import (
     Documents,
@@ -47,7 +48,7 @@ _FORMATS = ("jsonl", "csv")
 _CALIBRATE = {"off": False, "on": True, "fitted": "fitted"}
 _ENGINE = (
     "tokenizer chat_template chunk_calibration dtype weights activations quantization adapter kv_cache_dtype "
-    "attention_backend tensor_parallel_size kv_cache_memory_bytes max_model_len kv_store"
+    "attention_backend tensor_parallel_size kv_cache_memory_bytes state_cache_memory_bytes max_model_len kv_store"
 )
 
 
@@ -63,6 +64,7 @@ def decide(
     output_format: str | None = None,
     document: Documents = None,
     document_file: list[Path] | None = None,
+    chunk_mode: str = ISOLATED,
     method: str = "auto",
     calibrate: str = "off",
     system: str | None = None,
@@ -86,6 +88,7 @@ def decide(
         output_format: `jsonl` or `csv`; by default `csv` if the name of --output ends in .csv, else `jsonl`.
         document: see `Documents`.
         document_file: file of a document before every state; repeatable.
+        chunk_mode: documents as `isolated` chunks, or one `joined` chunk.
         method: `auto`, `head`, `letters`, `likelihood` or `separate`.
         calibrate: `off`; `on`: divide probabilities by those behind 'N/A'; `fitted`: the labels of the calibration file.
         system: content of a system message before the state.
@@ -114,6 +117,7 @@ def decide(
     documents = [*(document or []), *map(read_document, document_file or [])]
     options: dict[str, Any] = {
         "documents": documents,
+        "chunk_mode": chunk_mode,
         "system": system,
         "method": method,
         "calibrate": _CALIBRATE[calibrate],

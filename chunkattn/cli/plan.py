@@ -10,10 +10,10 @@ from chunkattn.config import EngineConfig, make_config
 from chunkattn.terminal.commands import app, command, console, figures
 from chunkattn.terminal.flags import with_options
 
-_GIB = 1 << 30
+_GIB, _MIB = 1 << 30, 1 << 20
 _ENGINE = (
     "dtype weights quantization adapter lora_modules enable_lora max_loras max_lora_rank revision kv_cache_dtype block_size "
-    "kv_cache_memory_bytes gpu_memory_utilization max_model_len"
+    "kv_cache_memory_bytes state_cache_memory_bytes max_num_seqs gpu_memory_utilization max_model_len"
 )
 
 
@@ -44,6 +44,7 @@ def plan(
     longest = min(config.max_model_len or spec.max_model_len, spec.max_model_len)
     chips = dict(map(plans.chip_of, plans.USUAL if device is None else [device]))
     table = figures("device", "N", "weights", "of 1/N", "KV pool", "pages", "tokens", "prompts", texts=("device",))
+    states = figures("device", "N", "MiB a state", "states", "running", texts=("device",))
     for name, chip in chips.items():
         for size in plans.sizes(spec) if tensor_parallel_size is None else [tensor_parallel_size]:
             memory = plans.plan(config, spec, dtype, chip, size, slots)
@@ -51,7 +52,11 @@ def plan(
             weights, pool = f"{memory.weight_bytes / _GIB:.2f}", f"{memory.num_pages * memory.page_bytes / _GIB:.2f}"
             fits = [pool, f"{memory.num_pages:,}", f"{memory.num_tokens:,}", f"{memory.num_tokens / longest:,.1f}"]
             fits = fits if memory.num_pages else ["too large", "", "", ""]
-            table.add_row(f"{name}, {chip.memory_bytes / _GIB:.0f}", str(size), weights, share, *fits)
+            place = f"{name}, {chip.memory_bytes / _GIB:.0f}", str(size)
+            table.add_row(*place, weights, share, *fits)
+            if memory.num_pages:
+                bytes_of_one = f"{memory.state_bytes / _MIB:.2f}"
+                states.add_row(*place, bytes_of_one, f"{memory.num_states:,}", f"{memory.num_tracks:,}")
     num_heads, num_kv_heads, _ = spec.heads
     console.print(f"{spec.num_layers} layers, {num_heads} heads, {num_kv_heads} KV heads, weights in {dtype.name}")
     console.print(table)
@@ -66,3 +71,7 @@ def plan(
     if any(chip.is_gpu for chip in chips.values()):
         console.print(f"JAX takes {config.gpu_memory_utilization:.0%} of a GPU (`--gpu-memory-utilization`), and all of a TPU.")
     console.print(f"`of 1/N`: weights, divided by 1/N of all; `prompts`: prompts of {longest:,} tokens.")
+    if spec.recurrent is not None:
+        console.print(states)
+        text = "Beside the pool, recurrent layers have the states of `running` samples, and `states` that prompts leave"
+        console.print(f"{text} (`--state-cache-memory-bytes`).")

@@ -18,6 +18,7 @@ from chunkattn.outputs import FocusOutput
 from chunkattn.parsers import ParsedPrompt, PromptParser
 from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.document_encoder import pick_template
+from chunkattn.parsers.joined import ISOLATED, in_mode
 from chunkattn.picture import layout_summary, layout_table, plot_layout
 from chunkattn.terminal.commands import (
     Documents,
@@ -56,6 +57,7 @@ def generate(
     seed: int | None = None,
     n: Annotated[int, typer.Option("-n")] = 1,
     stop: list[str] | None = None,
+    chunk_mode: str = ISOLATED,
     focus: int | None = None,
     focus_mode: str | None = None,
     focus_score: str | None = None,
@@ -78,6 +80,7 @@ def generate(
         seed: seed of the random numbers.
         n: number of samples.
         stop: string that ends the text; repeatable.
+        chunk_mode: documents as `isolated` chunks, or one `joined` chunk.
         focus: number of documents to choose by the question.
         focus_mode: `only` (default): leave the other documents out; `reread`: repeat the chosen ones.
         focus_score: score of a document: `likelihood` (default) or `relevance`.
@@ -90,7 +93,7 @@ def generate(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, n=n, stop=stop or ())
     request = prompt_of(prompt, prefix, document, question)
     llm = make_llm(model, enable_chunk_aware=chunk_aware, **engine)
-    output = llm.generate(request, params, focus=choice, cache_salt=cache_salt)[0]
+    output = llm.generate(request, params, focus=choice, chunk_mode=chunk_mode, cache_salt=cache_salt)[0]
     for sample in output.outputs:
         text = sample.text.removeprefix(" ")  # the first word's leading space
         print(text if n == 1 else f"[{sample.index}] {text}")
@@ -178,6 +181,7 @@ def inspect(
     document: Documents = None,
     question: QuestionPart = None,
     model: Model = None,
+    chunk_mode: str = ISOLATED,
     plot: Path | None = None,
     compare: Annotated[tuple[str, str] | None, typer.Option(metavar="A B")] = None,
     **engine: Any,
@@ -190,6 +194,7 @@ def inspect(
         document: see `Documents`.
         question: see `QuestionPart`.
         model: see `Model`.
+        chunk_mode: documents as `isolated` chunks, or one `joined` chunk.
         plot: file for a picture of mask and positions (.png, .svg, .pdf).
         compare: two prompts: texts, files, or files with JSON bodies. Shows where they part and what B reuses.
         **engine: other fields of `EngineConfig`.
@@ -215,7 +220,8 @@ def inspect(
         for line in compared(first, second, loaded, config.block_size or DEFAULT_BLOCK_SIZE):
             print(line)
         return
-    layout = parser.parse(prompt_of(prompt, prefix, document, question)).layout
+    parsed = parser.parse(prompt_of(prompt, prefix, document, question))
+    layout = in_mode(parsed, chunk_mode, parser.strategy, parser.gap).layout
     console.print(layout_table(layout, loaded))
     console.print(layout_summary(layout))
     if plot is not None:

@@ -20,12 +20,14 @@ class Kept(NamedTuple):
         pinned: whether it is protected from eviction.
         prefix: beginning of the document's prefix as text; None if unknown.
         was_cached: whether it was in memory before the document was stored.
+        state_kept: whether the state at the document's end is in memory, too; False without recurrent layers.
     """
 
     cached: bool = False
     pinned: bool = False
     prefix: str | None = None
     was_cached: bool = False
+    state_kept: bool = False
 
 
 class Keeper(Protocol):
@@ -94,12 +96,13 @@ class Keeper(Protocol):
         Returns when they are forgotten, or are to be forgotten later. Called whenever documents came into the records or left.
         """
 
-    async def erase(self, request: Request, records: Sequence[DocumentRecord]) -> Any:
+    async def erase(self, request: Request, records: Sequence[DocumentRecord], *, joins: bool) -> Any:
         """Forget the K/V of documents that were sent in prompts, unless a stored document uses it. Return the answer's body.
 
         Args:
             request: request of the client.
             records: the documents, which are not stored.
+            joins: whether the prompts had the documents as one chunk.
 
         Raises:
             ApiError: the K/V cannot be forgotten now.

@@ -73,6 +73,7 @@ class DocumentRecord:
         tokens: token count of the document as last computed; None if unknown.
         prefix_tokens: token count of the prefix as last computed; None if unknown.
         num_bytes: bytes of the document's K/V as last computed; None if unknown.
+        keep_states: whether the client wants the state at the document's end kept, in a model with recurrent layers.
         fault: why this process cannot use the document, which is then in the file alone; None for a usable one. Never written.
     """
 
@@ -86,6 +87,7 @@ class DocumentRecord:
     tokens: int | None = None
     prefix_tokens: int | None = None
     num_bytes: int | None = None
+    keep_states: bool = False
     fault: str | None = None
 
     @property

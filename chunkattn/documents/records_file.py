@@ -18,11 +18,11 @@ logger = logging.getLogger(__name__)
 
 _APPLICATION_ID = 0x63_61_64_73
 """Number that SQLite keeps in the header of the file and tells a file of records from other databases."""
-_VERSION = 2
-"""Version of the tables. Version 1 has no table `owed`."""
+_VERSION = 3
+"""Version of the tables. Version 1 has no table `owed`, and version 2 no column `keep_states`."""
 _RESERVE_BYTES = 512 << 10
 """Bytes kept for deletions on a full disk. A deletion writes the changed pages, about 20 of 4 KiB for a document."""
-_COLUMNS = "scope, id, prefix, document, created, expires, pinned, tokens, prefix_tokens, num_bytes"
+_COLUMNS = "scope, id, prefix, document, created, expires, pinned, tokens, prefix_tokens, num_bytes, keep_states"
 _SCHEMA = """
 CREATE TABLE prefixes (number INTEGER PRIMARY KEY, content BLOB NOT NULL UNIQUE);
 CREATE TABLE documents (
@@ -53,6 +53,7 @@ CREATE TABLE owed (
 )
 """
 """Table of deleted documents whose K/V is not forgotten yet."""
+_KEEP_STATES = "ALTER TABLE documents ADD COLUMN keep_states INTEGER NOT NULL DEFAULT 0"
 
 
 class RecordsFile:
@@ -93,11 +94,13 @@ class RecordsFile:
         """
         with self._reading() as rows:
             prefixes = dict(rows.execute("SELECT number, content FROM prefixes"))
-            for scope, name, prefix, document, created, expires, pinned, *sizes in rows.execute(
+            for scope, name, prefix, document, created, expires, pinned, *sizes, keeps in rows.execute(
                 f"SELECT {_COLUMNS} FROM documents ORDER BY number"
             ):
                 parts = Scope(*decode(scope)), name, Prefix(*decode(prefixes[prefix])), decode(document)
-                yield DocumentRecord(*parts, created, expires, bool(pinned), *sizes)
+                record = DocumentRecord(*parts, created, expires, bool(pinned), *sizes)
+                record.keep_states = bool(keeps)
+                yield record
 
     def read_owed(self) -> Iterator[tuple[DocumentRecord, list[str]]]:
         """Yield the deleted documents whose K/V is not forgotten, with the places that hold it.
@@ -269,12 +272,12 @@ def _insert(rows: sqlite3.Connection, record: DocumentRecord) -> None:
     prefix = record.prefix.encode()
     rows.execute("INSERT OR IGNORE INTO prefixes (content) VALUES (?)", (prefix,))
     ((number,),) = rows.execute("SELECT number FROM prefixes WHERE content = ?", (prefix,))
-    sizes = record.tokens, record.prefix_tokens, record.num_bytes
+    sizes = record.tokens, record.prefix_tokens, record.num_bytes, record.keep_states
     values = (
         *(encode(record.scope), record.id, number, encode(record.source)),
         *(record.created, record.expires, record.pinned, *sizes),
     )
-    rows.execute(f"INSERT INTO documents ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+    rows.execute(f"INSERT INTO documents ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
 
 def _delete(rows: sqlite3.Connection, record: DocumentRecord, *, is_owed: bool = True) -> None:
@@ -320,8 +323,10 @@ def _open(path: Path) -> sqlite3.Connection:
             for statement in _SCHEMA.split(";"):
                 file.execute(statement)
             file.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
-        if version < _VERSION:
+        if version < 2:
             file.execute(_OWED)
+        if version < _VERSION:
+            file.execute(_KEEP_STATES)
             file.execute(f"PRAGMA user_version = {_VERSION}")
         file.execute("COMMIT")
         file.execute("PRAGMA journal_mode = WAL")

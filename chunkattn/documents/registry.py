@@ -253,7 +253,8 @@ class Registry:
             body: body of the request.
             request: the request.
         """
-        return await self.keeper.erase(request, await self.keeper.threads.run(_records_of, scope, body))
+        records = await self.keeper.threads.run(_records_of, scope, body)
+        return await self.keeper.erase(request, records, joins=body.chunk_mode == "joined")
 
     def delete_owned(self, owners: Set[str]) -> int:
         """Delete the documents of owners whose keys are no longer valid. Return their number.
@@ -304,8 +305,9 @@ def _records_of(scope: Scope, body: CacheBody | ForgetBody) -> list[DocumentReco
     """Return the records of new documents. A document without an id gets one from its content and prefix as they were sent.
 
     Raises:
-        ApiError: 400, a document is empty, or two share an id.
+        ApiError: 400, a document is empty, or two share an id and are not joined.
     """
+    may_repeat = isinstance(body, ForgetBody) and body.chunk_mode == "joined"
     prefix = Prefix(body.start(), body.messages is not None, body.chat_template_kwargs)
     digest, numbers = blake2b(prefix.encode(), digest_size=16).digest(), dict[str, int]()
     records = []
@@ -313,8 +315,10 @@ def _records_of(scope: Scope, body: CacheBody | ForgetBody) -> list[DocumentReco
         if not source:
             raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
         content = blake2b(json.dumps(source).encode(), digest_size=12, key=digest)
-        record = DocumentRecord(scope, name or f"doc-{content.hexdigest()}", prefix, source, pinned=getattr(body, "pin", False))
-        if (first := numbers.setdefault(record.id, number)) < number:
+        record = DocumentRecord(scope, name or f"doc-{content.hexdigest()}", prefix, source)
+        if isinstance(body, CacheBody):
+            record.pinned, record.keep_states = body.pin, body.keep_states
+        if (first := numbers.setdefault(record.id, number)) < number and not may_repeat:
             text = f"documents.{number} has the id or the content of documents.{first}"
             raise ApiError(400, text, param="documents", code="invalid_value")
         records.append(record)

@@ -130,4 +130,6 @@ def _entry(record: DocumentRecord, kept: Kept) -> dict[str, Any]:
         "bytes": record.num_bytes,
         "cached": kept.cached,
         "pinned": kept.pinned,
+        "keep_states": record.keep_states,
+        "state_kept": kept.state_kept,
     }

@@ -70,7 +70,7 @@ class Ahead:
                     going.append(sample)
                 else:
                     ending += 1
-        ending += sum(bool(s.request.score) and end == s.num_tokens and is_alive(s.request) for s, _, end in step.spans)
+        ending += sum(bool(s.request.score) and end == s.num_tokens and is_alive(s.request) for s, _, end, _ in step.spans)
         if ending and scheduler.waiting:  # the requests that wait will take their room
             return
         lengths = {sample: len(sample.output_ids) + 1 for sample in going}

@@ -7,13 +7,14 @@ import os
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from chunkattn.backends import AttentionSpec, make_backend
 from chunkattn.backends.base import FP8
+from chunkattn.backends.recurrent import make_recurrence
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.config import EngineConfig
 from chunkattn.engine.adapters import LoadedAdapters
@@ -23,6 +24,7 @@ from chunkattn.engine.host_calls import Tell
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.self_check import checked
+from chunkattn.engine.state_pool import state_bytes
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.packing import Packing, forms_of
@@ -32,7 +34,9 @@ from chunkattn.user_cache import compile_cache
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_KV_BYTES = 1 << 30
+_DEFAULT_KV_BYTES, _DEFAULT_STATE_BYTES = 1 << 30, 2 << 30
+_KEPT_OF_PROMPT = 3
+"""States at the ends of parts that one prompt needs at most."""
 _DEFAULT_KV_TOKENS = 1 << 18
 _STEP_SHARE, _MOST_STEP_BYTES = 0.15, 6 << 30
 """Share of an accelerator's memory that steps have, and the bytes that suffice them on a large device."""
@@ -85,11 +89,13 @@ def build_core(config: EngineConfig, files: ModelFiles, tell: Tell | None = None
         raise ConfigError("the hosts pack different matrices; set weights='dequantized', or install the native library on all")
     loaded = LoadedAdapters.of(config, files, shards, adapters)
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
-    per_page = page_bytes(backend, files.spec.num_layers)
-    num_pages = shards.least(min(_num_pages(config, per_page, spec.block_size, shards), backend.max_pages))
-    runner = Runner(
-        decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, tell, loaded.slots if loaded else None
-    )
+    per_page, bytes_left = page_bytes(backend, len(files.spec.attention_layers)), _bytes_left(shards)
+    tracks = num_tracks(config, files.spec, shards.size, bytes_left)
+    if bytes_left is not None:
+        bytes_left -= tracks.num_bytes
+    num_pages = shards.least(min(_num_pages(config, per_page, spec.block_size, shards, bytes_left), backend.max_pages))
+    slots = loaded.slots if loaded else None
+    runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, tell, slots, tracks.counts)
     if not shards.agree(runner.invariance.holds):
         raise ConfigError("the processors of the hosts add up in different orders; set batch_invariant=False on all of them")
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None, loaded)
@@ -157,9 +163,73 @@ def default_block_size(platform: str) -> int:
     return _BLOCK_SIZES.get(platform, _BLOCK_SIZE)
 
 
-def _num_pages(config: EngineConfig, per_page: int, block_size: int, shards: Shards) -> int:
+class Tracks(NamedTuple):
+    """Slots and seats of recurrent layers.
+
+    Attributes:
+        slots: number of slots, of running samples and kept states.
+        seats: number of seats, the limit on running samples.
+        slot_bytes: bytes of a slot on each device.
+        seat_bytes: bytes of a seat on each device.
+    """
+
+    slots: int = 0
+    seats: int = 0
+    slot_bytes: int = 0
+    seat_bytes: int = 0
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of slots and seats."""
+        return self.slots, self.seats
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all on each device."""
+        return self.slots * self.slot_bytes + self.seats * self.seat_bytes
+
+
+def num_tracks(config: EngineConfig, model: DecoderSpec, num_devices: int, bytes_left: int | None) -> Tracks:
+    """Return the slots and seats that fit `state_cache_memory_bytes`; none for a model without recurrent layers.
+
+    By default every sample that may run has a track, and as many states are kept as give it three, in 2 GiB or a quarter of an
+    accelerator's memory. A single prompt needs a track and the states after prefix, chunk and the beginning of its question.
+
+    Args:
+        config: options of the engine.
+        model: shape of the decoder.
+        num_devices: number of devices that share the heads.
+        bytes_left: bytes that an accelerator has left for pages and states; None for a CPU.
+
+    Raises:
+        ConfigError: the memory is less than one prompt needs.
+    """
+    if model.recurrent is None:
+        return Tracks()
+    slot, seat = state_bytes(make_recurrence(model.recurrent.recurrence(num_devices)), len(model.recurrent_layers))
+    least, memory = seat + (1 + _KEPT_OF_PROMPT) * slot, config.state_cache_memory_bytes
+    if memory is None:
+        most = _DEFAULT_STATE_BYTES if bytes_left is None else bytes_left // 4
+        memory = max(least, min(most, config.max_num_seqs * (seat + (1 + _KEPT_OF_PROMPT) * slot)))
+    if memory < least:
+        raise ConfigError(
+            f"state_cache_memory_bytes {memory} is less than the {least} bytes that one prompt needs: {1 + _KEPT_OF_PROMPT} "
+            f"states of {slot} bytes and the {seat} of its open block"
+        )
+    seats = max(1, min(config.max_num_seqs, (memory - _KEPT_OF_PROMPT * slot) // (seat + 2 * slot)))
+    tracks = Tracks((memory - seats * seat) // slot, seats, slot, seat)
+    text = "states: %d slots and %d seats, %.2f GiB on each device"
+    logger.info(text, *tracks.counts, tracks.num_bytes / 2**30)
+    return tracks
+
+
+def _num_pages(config: EngineConfig, per_page: int, block_size: int, shards: Shards, bytes_left: int | None) -> int:
     """Return the number of pages that fit the memory of the KV pool on each device; `per_page` counts one device's bytes."""
-    memory = config.kv_cache_memory_bytes or _default_kv_bytes(per_page, block_size, shards)
+    if not per_page:  # no layer has K/V
+        return _DEFAULT_KV_TOKENS // block_size
+    memory = config.kv_cache_memory_bytes or bytes_left
+    if memory is None:  # a CPU
+        memory = max(min(_DEFAULT_KV_BYTES, _DEFAULT_KV_TOKENS // block_size * per_page), per_page)
     if memory < per_page:
         raise ConfigError(f"kv_cache_memory_bytes {memory} is less than one page of {per_page} bytes")
     num_pages = memory // per_page
@@ -168,16 +238,15 @@ def _num_pages(config: EngineConfig, per_page: int, block_size: int, shards: Sha
     return num_pages
 
 
-def _default_kv_bytes(per_page: int, block_size: int, shards: Shards) -> int:
-    """Return the default size of the KV pool on each device in bytes.
+def _bytes_left(shards: Shards) -> int | None:
+    """Return the bytes of each accelerator that neither steps need nor anything has; None for a CPU.
 
-    An accelerator gives what steps do not need, less the bytes in use; of several, the one with the least to give decides. A
-    CPU gives 1 GiB, but no more than 256K tokens need.
+    Of several devices, the one with the least to give decides. A CPU's pool has 1 GiB, but no more than 256K tokens need.
     """
     memories = [device.memory_stats() or {} for device in shards.devices if device.process_index == jax.process_index()]
     if jax.default_backend() != "cpu" and all("bytes_limit" in stats for stats in memories):
         return min(bytes_beside_steps(stats["bytes_limit"]) - stats.get("bytes_in_use", 0) for stats in memories)
-    return max(min(_DEFAULT_KV_BYTES, _DEFAULT_KV_TOKENS // block_size * per_page), per_page)
+    return None
 
 
 def bytes_beside_steps(limit: int) -> int:

@@ -33,6 +33,7 @@ from chunkattn.engine.readout import accept_token, cached_tokens, collect, read_
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.scheduler import Scheduler
+from chunkattn.engine.states import States
 from chunkattn.engine.step import SampleRow, Span, Step, StepBuilder
 from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.engine.warmup import NotCompiledError, WarmUp
@@ -83,9 +84,16 @@ class EngineCore:
             batch_invariant=runner.invariance.holds,
             items_on_pages=runner.invariance.own_pages,
             windowed=runner.backend.spec.windowed,
+            recurrent=runner.states is not None,
+            state_slots=0 if runner.states is None else runner.states.num_slots,
+            state_bytes=0 if runner.states is None else runner.states.slot_bytes,
+            most_samples=config.max_num_seqs if runner.states is None else runner.states.num_seats,
             config=config,
         )
-        self.scheduler = Scheduler(self.limits, adapters)
+        states = None if runner.states is None else States(runner.states.num_slots, runner.states.num_seats)
+        self.scheduler = Scheduler(self.limits, adapters, states)
+        if disk is not None:
+            disk.states = states
         self.isolation = Isolation(self.scheduler)
         self.builder = StepBuilder(
             runner.backends,
@@ -96,6 +104,7 @@ class EngineCore:
             weighs=config.calibration.weighs,
             adapters=0 if runner.slots is None else runner.slots.count,
             slot_of=None if adapters is None else adapters.slot_of,
+            recurrence=None if runner.states is None else runner.states.recurrence,
         )
         self.warm_ups = WarmUp(runner, self.builder, self.meter, with_store=disk is not None, longest=config.warmup_tokens)
         self.requests: dict[str, Request] = {}
@@ -257,6 +266,7 @@ class EngineCore:
                 self.metrics.host_time.observe(time.perf_counter() - began)
                 self.meter.add(began, len(step.arrays.token_ids), step.area)
                 hidden, finite = self.runner.forward(step.arrays)
+                self.scheduler.sent(spans)
                 self._check_last()
                 self.metrics.count_step(step)
                 self._conclude(step, hidden, finite)
@@ -288,8 +298,9 @@ class EngineCore:
         """Place waiting requests and plan a step. Return its spans; empty if there is nothing to compute."""
         self._admit()
         while request := self.scheduler.stuck:
+            lacks_states = self.scheduler.placement.lacks_states
             self._end(request, "failed")
-            self._outputs.append(stuck(request))
+            self._outputs.append(stuck(request, lacks_states=lacks_states))
             self._admit()
         self._finish_precomputed()
         self._concerned = []
@@ -383,7 +394,7 @@ class EngineCore:
             step: the step.
             taken: bool `[T]`, whether the values of a row count.
         """
-        for (sample, _, end), rows in step.rows():
+        for (sample, _, end, _), rows in step.rows():
             if sample.request.score and end == sample.num_tokens and taken[rows.stop - 1]:
                 self._finish(sample)
 
@@ -453,6 +464,8 @@ class EngineCore:
             copies += self.scheduler.placement.fork(request)
         if copies:
             self.runner.pool.copy_pages(copies)
+        if self.runner.states is not None and (tracks := self.scheduler.take_forked()):
+            self.runner.states.copy(tracks)
 
     def _finish_precomputed(self) -> None:
         """Answer the precompute requests whose blocks are all complete, including blocks that other requests computed."""
@@ -462,6 +475,7 @@ class EngineCore:
             if request.request_id in self._pins:  # recomputed after a failure
                 self.scheduler.pin(request)
                 continue
+            self.scheduler.placement.note_states(request, request.samples[0].parts)
             cached = cached_tokens(request)
             self.metrics.count_cached(cached, request.layout)
             self._outputs.append(PrecomputeResult(request.request_id, cached, request_stats(request)))
@@ -491,7 +505,7 @@ class EngineCore:
         reading = self.disk.reading if self.disk is not None else frozenset()
         self.scheduler.restart([*(r for r in self.requests.values() if r not in reading), *self._pins.values()])
         self.isolation.restart(failed)
-        self.runner.pool.reset()
+        self.runner.reset()
 
     # Warm-up and metrics
 

@@ -10,10 +10,11 @@ from typing import cast
 import numpy as np
 
 from chunkattn.cache.disk.reader import Entries, Lookup, StoreReader
-from chunkattn.cache.disk.store import KVStore, entry_key
+from chunkattn.cache.disk.store import KVStore, entry_key, state_key
 from chunkattn.cache.disk.writer import StoreWriter
 from chunkattn.engine.request import Part, Request
 from chunkattn.engine.runner import Runner
+from chunkattn.engine.states import States
 from chunkattn.engine.step import Span
 from chunkattn.layout import PREFIX_ID, QUESTION_ID
 
@@ -27,10 +28,16 @@ _REMEMBERED = 1 << 17
 
 
 class DiskTier:
-    """Tier of the cache on disk: keeps prefixes and chunks of requests that share the cache."""
+    """Tier of the cache on disk: keeps prefixes and chunks of requests that share the cache.
+
+    Args:
+        store: the store.
+        runner: runner whose pools hold K/V and states.
+    """
 
     def __init__(self, store: KVStore, runner: Runner) -> None:
-        self.store, self.pool = store, runner.pool
+        self.store, self.pool, self.state_pool = store, runner.pool, runner.states
+        self.states: States | None = None  # of the scheduler, which the engine makes later
         self.writer = StoreWriter(store, max_pending=1 << 14, max_pending_bytes=PENDING_BYTES)
         self.reader = StoreReader(store, max_bytes=READ_BYTES)
         self.fingerprint = runner.fingerprint()
@@ -67,8 +74,15 @@ class DiskTier:
             pages = -(-(end - start) // request.plan.block_size)
             key = self._key(request, kind, start, end) if self._keeps(request, kind) else None
             # An entry whose deletion is pending may still be there.
-            if key is not None and not (len(part.blocks) == pages and part.complete) and not self.writer.deletes(key):
+            if key is None or self.writer.deletes(key):
+                continue
+            in_memory = len(part.blocks) == pages and part.complete
+            if not in_memory:
                 lookups.append(Lookup(key, self._like(pages), kind == PREFIX_ID))
+            if self.state_pool is not None and self._wants_state(request, kind):
+                kept = States.find(part.blocks[-1]) if in_memory else None
+                if kept is None or not kept.ready:
+                    lookups.append(Lookup(state_key(key), self.state_pool.slot_shapes, False))
         lookups = [*{w.key: w for w in lookups}.values()]
         if lookups:
             self._forgotten[request] = set()
@@ -112,7 +126,26 @@ class DiskTier:
                 self._keep(key, part, kind, end - start)
             elif key in entries and not any(b.planned for b in part.blocks[part.cursor :]):  # another request computes it
                 self._fill(key, part, None if key in forgotten else entries[key])
+            if (state := state_key(key)) in entries and key not in forgotten:
+                self._take_state(state, part, entries[state])
         self.drop(request)
+
+    def _take_state(self, key: bytes, part: Part, arrays: list[np.ndarray] | None) -> None:
+        """Keep a state from disk at the end of a complete part, if there is room and no sample computes the state."""
+        if arrays is None:
+            self._stored.pop(key, None)
+            return
+        block = part.blocks[-1]
+        if not part.complete or block.walker is not None:
+            return
+        assert self.states is not None
+        assert self.state_pool is not None
+        kept = self.states.find(block) or self.states.keep(block, block.size, ready=True)
+        if kept is not None:
+            self.state_pool.write(kept.slot, arrays)
+            kept.ready = True
+            self._remember(key)
+            self.writer.touch(key)
 
     def forget(self, request: Request) -> None:
         """Delete the chunks of a prompt from the store, or the prefix if there is no chunk."""
@@ -126,11 +159,12 @@ class DiskTier:
             if self._keeps(request, kind) and request.computed[start:end].any():
                 self._delete(self._key(request, kind, start, end))
 
-    def _delete(self, key: bytes) -> None:
-        self._stored.pop(key, None)
-        self.writer.delete(key)
-        for keys in self._forgotten.values():
-            keys.add(key)
+    def _delete(self, part: bytes) -> None:
+        for key in (part,) if self.state_pool is None else (part, state_key(part)):
+            self._stored.pop(key, None)
+            self.writer.delete(key)
+            for keys in self._forgotten.values():
+                keys.add(key)
 
     def _like(self, pages: int) -> list[tuple[tuple[int, ...], np.dtype]]:
         return [((pages, *shape), dtype) for shape, dtype in self.pool.page_shapes]
@@ -149,7 +183,7 @@ class DiskTier:
 
     def save(self, spans: Iterable[Span]) -> None:
         """Hand the parts that a step completed to the writer."""
-        for sample, start, end in spans:
+        for sample, start, end, _ in spans:
             if start >= sample.request.layout.question_start:
                 continue
             for part, kind, first, last in self._parts(sample.request):
@@ -158,15 +192,22 @@ class DiskTier:
                     self._keep(self._key(sample.request, kind, first, last), part, kind, last - first)
 
     def _keep(self, key: bytes, part: Part, kind: int, tokens: int) -> None:
-        """Write a complete part unless it is on disk, and count it as used."""
+        """Write a complete part, and the state at its end, unless they are on disk, and count them as used."""
         for lost in self.writer.take_lost():
             self._stored.pop(lost, None)
+        pages, name = [b.page for b in part.blocks], "prefix" if kind == PREFIX_ID else "chunk"
+        self._write(key, lambda: self.pool.read_pages(pages), tokens, name, len(pages) * self.pool.page_bytes)
+        kept = States.find(part.blocks[-1])
+        if (pool := self.state_pool) is not None and kept is not None and kept.ready:
+            self._write(state_key(key), lambda: pool.read(kept.slot), tokens, "state", pool.slot_bytes)
+
+    def _write(
+        self, key: bytes, copy: Callable[[], Callable[[], list[np.ndarray]]], tokens: int, kind: str, num_bytes: int
+    ) -> None:
+        """Write what `copy` takes out of a pool unless it is on disk, and count it as used."""
         if key in self._stored:
             self.writer.touch(key)
-            return
-        size = len(part.blocks) * self.pool.page_bytes
-        fetch, name = self.pool.read_pages([b.page for b in part.blocks]), "prefix" if kind == PREFIX_ID else "chunk"
-        if self.writer.submit(key, fetch, tokens=tokens, kind=name, num_bytes=size):
+        elif self.writer.submit(key, copy(), tokens=tokens, kind=kind, num_bytes=num_bytes):
             self._remember(key)
 
     def _remember(self, key: bytes) -> None:
@@ -189,6 +230,11 @@ class DiskTier:
         """Return whether the store keeps parts of this kind for a request."""
         passing = (request.score and request.score.is_pack) or (request.precompute and not request.precompute.persist)
         return request.shares and not passing and kind != QUESTION_ID
+
+    def _wants_state(self, request: Request, kind: int) -> bool:
+        """Return whether something may go on from the state at the end of a part."""
+        keeps_states = request.precompute is not None and request.precompute.keep_states
+        return kind == PREFIX_ID or keeps_states or request.layout.question_len > 0
 
     def _key(self, request: Request, kind: int, start: int, end: int) -> bytes:
         ids = request.layout.token_ids

@@ -9,6 +9,7 @@ import jax
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.host_calls import (
     CopyPages,
+    CopyStates,
     Forward,
     HostCall,
     ReadClasses,
@@ -85,8 +86,11 @@ class Follower:
                 jax.block_until_ready(runner.warm_readout(size, number))  # type: ignore[no-untyped-call]
             case CopyPages(pairs):
                 runner.pool.copy_pages(pairs)
+            case CopyStates(tracks):
+                assert runner.states is not None
+                runner.states.copy(tracks)
             case ResetPool():
-                runner.pool.reset()
+                runner.reset()
 
     def _arrays(self, call: Forward) -> StepArrays:
         """Return the arrays of a step. Their structure follows from backend and number of rows, as compiled programs do."""
@@ -94,5 +98,5 @@ class Follower:
         if key not in self._structures:
             *arrays, _ = self._builder.empty(key[0], self._builder.width_buckets[0], call.backend)
             self._structures[key] = jax.tree.structure(arrays)
-        token_ids, positions, metadata, slots = jax.tree.unflatten(self._structures[key], call.leaves)
-        return StepArrays(token_ids, positions, metadata, slots, call.backend)
+        token_ids, positions, metadata, slots, walks = jax.tree.unflatten(self._structures[key], call.leaves)
+        return StepArrays(token_ids, positions, metadata, slots, walks, call.backend)

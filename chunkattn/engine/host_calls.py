@@ -107,12 +107,19 @@ class CopyPages:
 
 
 @dataclass(frozen=True)
+class CopyStates:
+    """Call of `StatePool.copy`."""
+
+    pairs: tuple[tuple[int, int, int, int], ...]
+
+
+@dataclass(frozen=True)
 class ResetPool:
-    """Call of `KVPool.reset`."""
+    """Call of `Runner.reset`."""
 
 
 Readout = ReadSample | ReadLabels | ReadClasses | ReadHidden | ReadTokens
-HostCall = Forward | Readout | WarmPicks | WarmReadout | CopyPages | ResetPool
+HostCall = Forward | Readout | WarmPicks | WarmReadout | CopyPages | CopyStates | ResetPool
 
 
 Tell = Callable[[HostCall], None]

@@ -42,7 +42,7 @@ class Isolation:
         if len(concerned) == 1 or self._cleared.issuperset(concerned):  # a second run alone would pass again
             return concerned
         ends: dict[Request, dict[Sample, int]] = {request: {} for request in concerned}
-        for sample, _, end in spans:
+        for sample, _, end, _ in spans:
             if sample.request in ends:
                 ends[sample.request][sample] = end
         self._suspects.extend(ends.items())
@@ -81,12 +81,22 @@ class Isolation:
         self._scheduler.alone = self._suspects[0][0] if self._suspects else None
 
 
-def stuck(request: Request) -> RequestFailed:
-    """Return the failure of a request that cannot be placed even alone, because pinned pages leave too few."""
+def stuck(request: Request, *, lacks_states: bool = False) -> RequestFailed:
+    """Return the failure of a request that cannot be placed even alone, because pinned documents leave too little.
+
+    Args:
+        request: the request.
+        lacks_states: whether states of recurrent layers are missing, and not pages.
+    """
     reason = (
         f"the prompt of {len(request.layout)} tokens needs up to {request.total_pages} KV pages, "
         "and pinned documents leave too few; send a shorter prompt, unpin documents or raise kv_cache_memory_bytes"
     )
+    if lacks_states:
+        reason = (
+            "the states of pinned documents leave too few for the request in this model's recurrent layers; "
+            "unpin documents or raise state_cache_memory_bytes"
+        )
     return RequestFailed(
         request.request_id, reason, "prompt" if request.sampling else None, fits=False, stats=request_stats(request)
     )

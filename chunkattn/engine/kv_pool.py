@@ -17,7 +17,7 @@ import xxhash
 from jax.sharding import PartitionSpec
 
 from chunkattn.backends.base import AttentionBackend, KVCache
-from chunkattn.engine.host_calls import CopyPages, ResetPool, Tell
+from chunkattn.engine.host_calls import CopyPages, Tell
 from chunkattn.engine.programs import ProgramCounts
 from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.errors import BackendError
@@ -74,15 +74,10 @@ class KVPool:
         self._store = compiles.jit("pages", _store, shards, [pool, WHOLE, pool], pool, donate_argnums=0)
         self.caches: list[KVCache] = []
         if num_pages:
-            self._make()
+            self.reset()
 
     def reset(self) -> None:
         """Allocate new, empty pages."""
-        if self._tell:
-            self._tell(ResetPool())
-        self._make()
-
-    def _make(self) -> None:
         self.caches = []  # frees the old pool before the new pool is allocated
         self.caches = [self._allocate() for _ in range(self._num_layers)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from chunkattn.backends.recurrence import BLOCK
 from chunkattn.cache.slots import num_slots
 from chunkattn.config import EngineConfig
 from chunkattn.engine.messages import GenerateRequest, Message, ScoreRequest, StepRates
@@ -18,6 +20,9 @@ from chunkattn.layout import PREFIX_ID, ChunkLayout, Names, Segment
 
 ITEMS = Names("query", "items", "items", "item")
 """Names of the parts of `LLM.score`."""
+_NO_STATE = "{} runs attention alone, and this model has recurrent layers; take another algorithm, or auto"
+_ONE_CHUNK = """a question behind {} {}s that are not empty has no state in this model's recurrent layers, which allow 1; \
+send 1, choose it by focus=1 (mode "only"), join them by chunk_mode="joined", or send a plain prompt"""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,11 @@ class EngineLimits:
         batch_invariant: whether the bits of a result depend on its request alone.
         items_on_pages: whether every scored item begins on a page of its own.
         windowed: whether a layer has a sliding window. Every part of a prompt with chunks or items begins on a page then.
+        recurrent: whether a layer is recurrent, with the same effect. No question can follow several chunks then, and requests
+            name no backend.
+        state_slots: states of recurrent layers that the engine holds, of running samples and kept ones; 0 without such layers.
+        state_bytes: bytes of one of them over all layers and heads, whatever device holds them.
+        most_samples: limit on running samples; None for `max_num_seqs`.
         config: options of the engine, which hold the other limits.
     """
 
@@ -57,12 +67,26 @@ class EngineLimits:
     batch_invariant: bool = False
     items_on_pages: bool = False
     windowed: bool = False
+    recurrent: bool = False
+    state_slots: int = 0
+    state_bytes: int = 0
+    most_samples: int | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
+
+    def __post_init__(self) -> None:
+        if self.recurrent:
+            refused = {name: (reason or _NO_STATE.format(name), rows) for name, (reason, rows) in self.backends.items()}
+            object.__setattr__(self, "backends", refused)
 
     @property
     def kv_tokens(self) -> int:
         """Return the number of slots of the KV pool."""
         return self.num_pages * self.block_size
+
+    @property
+    def cut_size(self) -> int:
+        """Return the tokens to whose multiples a shared beginning of a part may be cut, with the same bits behind it."""
+        return math.lcm(self.block_size, BLOCK) if self.recurrent else self.block_size
 
     @property
     def max_request_tokens(self) -> int:
@@ -210,6 +234,7 @@ class EngineLimits:
         """
         names = names or (ITEMS if isinstance(message, ScoreRequest) else Names())
         self.check_layout(message.layout, names)
+        self._check_state(message.layout, names)
         if isinstance(message, GenerateRequest):
             self._check_generate(message, names)
         elif isinstance(message, ScoreRequest):
@@ -224,10 +249,13 @@ class EngineLimits:
 
         Parts begin on new pages, so that their pages can be shared. A plain prompt shares its beginning only and needs no
         alignment. Scored items share only the prefix, if `share_prefix`; they begin on pages where `items_on_pages` or
-        `windowed` is set.
+        `windowed` or `recurrent` is set. With `recurrent`, so does an item that is a question behind a prefix: it has the bits
+        of an item of a pack then.
         """
-        chunked = message.layout.num_chunks > 0
-        on_pages = message.is_pack and (self.items_on_pages or (self.windowed and chunked))
+        layout = message.layout
+        chunked = layout.num_chunks > 0
+        follows = chunked or (layout.prefix_len > 0 and layout.question_len > 0 and not message.shares)
+        on_pages = message.is_pack and (self.items_on_pages or (self.windowed and chunked) or (self.recurrent and follows))
         return {
             "aligned": on_pages or (chunked and message.shares) or message.state_len > 0,
             "packed_chunks": message.is_pack and not on_pages,
@@ -283,6 +311,12 @@ class EngineLimits:
             for segment in layout.segments:
                 self._check_segment(layout, segment, names.part(layout, segment), names.param(segment))
 
+    def _check_state(self, layout: ChunkLayout, names: Names) -> None:
+        """Check that a question has one state to continue from. Chunks without a question, such as items, have the prefix's."""
+        filled = sum(map(bool, layout.chunk_lens))
+        if self.recurrent and layout.question_len and filled > 1:
+            raise RequestError(_ONE_CHUNK.format(filled, names.chunk), param=names.chunks)
+
     def _check_segment(self, layout: ChunkLayout, segment: Segment, part: str, param: str) -> None:
         self.check_ids(layout.part(segment), param, part)
         tokens, longest = segment.end - segment.start, self.config.max_chunk_len
@@ -318,6 +352,9 @@ class EngineLimits:
                 raise RequestError(f"{name} {getattr(params, name)} exceeds max_logprobs {self.max_logprobs}", param=name)
         if params.n > config.max_num_seqs:
             raise CapacityError(f"n {params.n} exceeds max_num_seqs {config.max_num_seqs}", param="n")
+        if self.most_samples is not None and params.n > self.most_samples:
+            text = f"n {params.n} exceeds the {self.most_samples} samples that fit; raise state_cache_memory_bytes"
+            raise CapacityError(text, param="n")
 
     def _check_score(self, message: ScoreRequest) -> None:
         if bool(message.label_token_ids) == (self.num_labels is not None or message.hidden):

@@ -122,6 +122,9 @@ class PrecomputeRequest:
         pin: whether to keep all blocks in the cache until `EngineCore.unpin`.
         persist: whether to write the parts to the KV store as well, if the engine has one.
         priority: see `GenerateRequest`.
+        keep_states: whether to keep the states at the ends of the chunks as well, from which a question behind one chunk goes
+            on, or in a lookup, whether a chunk without its state counts as missing; only models with recurrent layers have
+            states.
     """
 
     request_id: str
@@ -130,6 +133,7 @@ class PrecomputeRequest:
     pin: bool = False
     persist: bool = True
     priority: int = 0
+    keep_states: bool = False
     shares: ClassVar[bool] = True
     state_len: ClassVar[int] = 0
     is_pack: ClassVar[bool] = False
@@ -178,11 +182,14 @@ class CachedTokens:
         prefix: tokens of the prefix.
         chunks: tokens of every chunk, in the user's order.
         question: tokens of the question.
+        states: whether the cache holds the state at the end of every chunk, in the user's order, in the answer to a precompute
+            request of a model with recurrent layers; empty otherwise.
     """
 
     prefix: int
     chunks: tuple[int, ...]
     question: int
+    states: tuple[bool, ...] = ()
 
     @property
     def total(self) -> int:

@@ -11,6 +11,7 @@ from chunkattn.described_metrics import DescribedMetrics
 from chunkattn.engine.messages import CachedTokens
 from chunkattn.engine.request import Request
 from chunkattn.engine.scheduler import Scheduler
+from chunkattn.engine.states import States
 from chunkattn.engine.step import Step
 from chunkattn.engine.warmup import WarmUp
 from chunkattn.layout import ChunkLayout
@@ -32,6 +33,7 @@ class EngineMetrics(DescribedMetrics):
         prompt_tokens: prompt tokens of requests, cached or computed, by part.
         cached_tokens: prompt tokens cached or computed by other requests, by part.
         evictions: cached blocks evicted to reuse their pages.
+        state_evictions: kept states of recurrent layers evicted to reuse their slots.
         preemptions: preemptions of running requests for lack of pages.
         compiles: programs compiled, by kind of program.
         compiles_after_warmup: programs compiled after the end of the warm-up.
@@ -41,6 +43,7 @@ class EngineMetrics(DescribedMetrics):
         kv_store_events: parts of prompts handled by the KV store, by event.
         pages: KV pages of the pool, by state.
         block_size: token slots of a KV page.
+        state_slots: slots for states of recurrent layers, by state: free, cached or used. All are 0 without such layers.
         requests_now: requests in the engine, by state.
         step_seconds: seconds per engine step.
         step_host_seconds: seconds per step for scheduling and metadata while no step runs.
@@ -62,6 +65,7 @@ class EngineMetrics(DescribedMetrics):
         self.prompt_tokens = self.counter("prompt_tokens", "part")
         self.cached_tokens = self.counter("cached_tokens", "part")
         self.evictions = self.counter("evictions")
+        self.state_evictions = self.counter("state_evictions")
         self.preemptions = self.counter("preemptions")
         self.compiles = self.counter("compiles", "program")
         self.late_compiles = self.counter("compiles_after_warmup")
@@ -71,6 +75,7 @@ class EngineMetrics(DescribedMetrics):
         self.store = self.counter("kv_store_events", "event")
         self.pages = self.gauge("pages", "state")
         self.block_size = self.gauge("block_size")
+        self.state_slots = self.gauge("state_slots", "state")
         self.queue = self.gauge("requests_now", "state")
         self.step_time = self.histogram("step_seconds")
         self.host_time = self.histogram("step_host_seconds")
@@ -120,7 +125,8 @@ class EngineMetrics(DescribedMetrics):
         trie = scheduler.trie
         labelled = ((self.compiles, compiles), (self.store, store), (self.warm_up_time, warm_ups.seconds))
         totals = [(self.evictions, trie.evictions), (self.preemptions, scheduler.preemptions)]
-        totals += [(self.late_compiles, warm_ups.late_compiles)]
+        states = scheduler.states or States(0, 0)
+        totals += [(self.state_evictions, states.evictions), (self.late_compiles, warm_ups.late_compiles)]
         self.warm.set(warm_ups.is_warm)
         by_label = [(counter.labels(label), count) for counter, counts in labelled for label, count in counts.items()]
         for counter, total in (*totals, *by_label):
@@ -131,6 +137,9 @@ class EngineMetrics(DescribedMetrics):
         for state, pages in {"free": trie.num_free, "cached": trie.num_cached, "used": used, "pinned": pinned}.items():
             self.pages.labels(state).set(pages)
         self.block_size.set(scheduler.block_size)
+        slots = {"free": states.num_free, "cached": states.num_idle, "used": states.num_slots - states.num_available}
+        for state, count in slots.items():
+            self.state_slots.labels(state).set(count)
         self.queue.labels("waiting").set(len(scheduler.waiting))
         self.queue.labels("running").set(len(scheduler.running))
         return generate_latest(self.registry).decode()

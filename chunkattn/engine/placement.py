@@ -12,14 +12,25 @@ import numpy as np
 
 from chunkattn.cache.trie import Block, BlockTrie, Key
 from chunkattn.engine.request import Part, Request, Sample, held_by
+from chunkattn.engine.walks import Walks
 from chunkattn.layout import PREFIX_ID, QUESTION_ID
 
 
 class Placement:
-    """Allocator of blocks for samples."""
+    """Allocator of blocks for samples.
 
-    def __init__(self, trie: BlockTrie, block_size: int) -> None:
-        self.trie, self.block_size = trie, block_size
+    Args:
+        trie: cache of blocks.
+        block_size: tokens per page.
+        walks: planner of recurrent layers, whose slots and seats a sample takes with its blocks; None for none.
+
+    Attributes:
+        lacks_states: whether the last request that was not placed had its pages, but not its slots and seats.
+    """
+
+    def __init__(self, trie: BlockTrie, block_size: int, walks: Walks | None = None) -> None:
+        self.trie, self.block_size, self._walks = trie, block_size, walks
+        self.lacks_states = False
 
     def place(self, request: Request, headroom: int) -> bool:
         """Hold every block of the tokens known so far, for all samples of a request, or hold none.
@@ -29,8 +40,9 @@ class Placement:
             headroom: pages to leave free for samples that are growing.
 
         Returns:
-            Whether enough pages were available.
+            Whether there was room.
         """
+        self.lacks_states = False
         for sample in request.samples:
             if not self._place(sample, headroom):
                 self.release(request)
@@ -40,7 +52,10 @@ class Placement:
                 self.release(request)
                 return False
             request.spares = [self._new(request, self.block_size) for _ in range(request.num_samples - 1)]
-        return True
+        self.lacks_states = self._walks is not None and not self._walks.take(request)
+        if self.lacks_states:
+            self.release(request)
+        return not self.lacks_states
 
     def missing(self, request: Request) -> int:
         """Return the number of pages that placing a request would take."""
@@ -54,15 +69,33 @@ class Placement:
     def mark_cached(self, request: Request, *, forget: bool) -> None:
         """Mark every prompt token as computed, except the cached tokens.
 
+        With recurrent layers, a token whose K/V is cached is computed again if it lies before a state that is missing.
+
         Args:
             request: request that does not run.
             forget: whether to forget its cached chunks, or its prefix if it has no chunk.
         """
         request.computed[:] = True
-        for part, (kind, _, _) in zip(self.look_up(request), request.segments, strict=True):
-            request.computed[part.start : part.start + sum(b.filled for b in part.blocks)] = False
+        parts = self.look_up(request)
+        self.note_states(request, parts)
+        for number, (part, (kind, _, _)) in enumerate(zip(parts, request.segments, strict=True)):
+            cached = sum(block.filled for block in part.blocks)
+            if self._walks is not None:
+                cached = self._walks.count_cached(request, number, part)
+            request.computed[part.start : part.start + cached] = False
             if forget and part.blocks and (kind >= 0 or not request.layout.num_chunks):
                 self.trie.forget(part.blocks)
+
+    def note_states(self, request: Request, parts: list[Part]) -> None:
+        """Note the chunks of a precompute request whose states the cache holds.
+
+        Args:
+            request: the request.
+            parts: its parts, perhaps with some of their blocks alone.
+        """
+        if (walks := self._walks) is not None:
+            pairs = zip(parts, request.segments, strict=True)
+            request.kept_states = {kind for part, (kind, start, end) in pairs if walks.has_state(part, end - start)}
 
     def discard(self, request: Request, others: Iterable[Request]) -> None:
         """Forget the cached blocks that a request computed. The request holds no block.
@@ -267,6 +300,8 @@ class Placement:
                 self.trie.release([tail])
                 sample.parts[-1].blocks[-1] = copy
                 sample.pages[sample.num_pages - 1] = copy.page
+            if self._walks is not None:
+                self._walks.fork(first, sample, request.spare_tracks.pop())
             request.samples.append(sample)
         return copies
 
@@ -276,14 +311,20 @@ class Placement:
             self.release_sample(sample)
         self.trie.release(request.spares)
         request.spares = []
+        if self._walks is not None:
+            self._walks.give_back(request)
 
     def forget(self, request: Request) -> None:
         """Clear the blocks of a request after the pool was reset, without releasing them."""
         for sample in request.samples:
             sample.parts, sample.root, sample.current, sample.num_pages = [], None, 0, 0
         request.spares, request.root = [], None
+        if self._walks is not None:
+            self._walks.forget(request)
 
     def release_sample(self, sample: Sample) -> None:
         """Release the blocks of one sample."""
+        if self._walks is not None:
+            self._walks.end(sample)
         self.trie.release(sample.held)
         sample.parts, sample.root, sample.current, sample.num_pages = [], None, 0, 0

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from chunkattn.backends.cpu.packed import FORMATS, ROWS
 from chunkattn.backends.registry import get_backend
 from chunkattn.config import EngineConfig
-from chunkattn.engine.build import attention_spec, bytes_beside_steps, default_block_size
+from chunkattn.engine.build import attention_spec, bytes_beside_steps, default_block_size, num_tracks
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.errors import ConfigError
 from chunkattn.models.adapter_slots import SlotShape
@@ -89,6 +89,9 @@ class Plan:
         free_bytes: bytes that the engine leaves to the KV pool on each device; negative if the weights do not fit.
         page_bytes: bytes of a KV page on each device, over all layers.
         block_size: tokens per page.
+        state_bytes: bytes of a state of the recurrent layers on each device; 0 without such layers.
+        num_states: states that fit beside those of running samples.
+        num_tracks: samples that may run.
     """
 
     size: int
@@ -97,11 +100,14 @@ class Plan:
     free_bytes: int
     page_bytes: int
     block_size: int
+    state_bytes: int = 0
+    num_states: int = 0
+    num_tracks: int = 0
 
     @property
     def num_pages(self) -> int:
         """Return the number of pages of the KV pool; 0 if the model does not fit."""
-        return max(0, self.free_bytes // self.page_bytes)
+        return max(0, self.free_bytes // max(self.page_bytes, 1))
 
     @property
     def num_tokens(self) -> int:
@@ -115,8 +121,8 @@ def plan(
     """Return the memory of a model on devices that may be absent, as an engine takes it without `kv_cache_memory_bytes`.
 
     Args:
-        config: options of the engine: `block_size`, `kv_cache_dtype`, `kv_cache_memory_bytes` and `gpu_memory_utilization`
-            count.
+        config: options of the engine: `block_size`, `kv_cache_dtype`, `kv_cache_memory_bytes`, `state_cache_memory_bytes`,
+            `max_num_seqs` and `gpu_memory_utilization` count.
         spec: shape of the model.
         dtype: dtype of the weights.
         chip: kind of the devices.
@@ -132,14 +138,19 @@ def plan(
     values = sum(math.prod(shards.held(name, shape)) for name, shape in shapes.items())
     weights = (values + (slots.num_values(shards) if slots else 0)) * dtype.itemsize
     free = bytes_beside_steps(chip.jax_bytes(config)) - weights
+    tracks = num_tracks(config, spec, size, max(free, 0))
+    free -= tracks.num_bytes
     return Plan(
         size=size,
         weight_bytes=weights,
         least_weight_bytes=-(-sum(map(math.prod, shapes.values())) * dtype.itemsize // size),
         free_bytes=free if config.kv_cache_memory_bytes is None else min(free, config.kv_cache_memory_bytes),
         # The pages of all backends have the same bytes.
-        page_bytes=page_bytes(get_backend("xla")(attention), spec.num_layers),
+        page_bytes=page_bytes(get_backend("xla")(attention), len(spec.attention_layers)),
         block_size=attention.block_size,
+        state_bytes=tracks.slot_bytes,
+        num_states=tracks.slots - tracks.seats,
+        num_tracks=tracks.seats,
     )
 
 

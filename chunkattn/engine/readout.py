@@ -267,4 +267,6 @@ def cached_tokens(request: Request) -> CachedTokens:
     """Return the number of prompt tokens that the request did not compute, by part."""
     cached = ~request.computed
     prefix, *chunks, question = (int(cached[s.start : s.end].sum()) for s in request.layout.segments)
-    return CachedTokens(prefix, tuple(chunks[place] for place in np.argsort(request.chunk_order)), question)
+    order, kept = np.argsort(request.chunk_order).tolist(), request.kept_states
+    states = () if kept is None else tuple(place in kept for place in order)
+    return CachedTokens(prefix, tuple(chunks[place] for place in order), question, states)

@@ -15,6 +15,7 @@ from chunkattn.cache.trie import Block
 from chunkattn.config import SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, Message, PrecomputeRequest, ScoreRequest
+from chunkattn.engine.states import KeptState, Track
 from chunkattn.layout import PREFIX_ID, QUESTION_ID, Segment
 
 
@@ -56,6 +57,10 @@ class Request:
             concurrent request.
         samples: samples of the request; one until the prompt is computed. Never empty before the request ends.
         spares: blocks held for the partial pages of samples still to be created.
+        sources: kept states that the request's parts begin from, held while it runs or is pinned.
+        kept_states: ids of the chunks whose states the cache holds, -1 for the prefix, once known of a precompute request; None
+            before, and without recurrent layers.
+        spare_tracks: tracks of samples still to be created, in a model with recurrent layers.
         root: private root of the trie, or None if the request shares the cache.
         finite_end: token index of the first token whose values are not finite; the request has failed there.
         added_at: arrival in seconds on the clock of `time.perf_counter`.
@@ -97,6 +102,8 @@ class Request:
         self.values: dict[int, Any] | None = {}
         self._keys: dict[tuple[int, int], tuple[int, bytes]] = {}
         self.samples, self.spares = [Sample(self, 0)], list[Block]()
+        self.sources, self.spare_tracks = list[KeptState](), list[Track]()
+        self.kept_states: set[int] | None = None
         self.root: Block | None = None
         self.finite_end, self.preemptions, self.known_stats = sys.maxsize, 0, (0, 0)
         self.added_at = 0.0
@@ -254,6 +261,7 @@ class Sample:
         num_pages: number of page table entries in use.
         root: root of the trie, held by the sample.
         last_token_at: time of the last token in seconds on the clock of `time.perf_counter`.
+        track: place in a model with recurrent layers, while the sample runs; None otherwise.
     """
 
     request: Request
@@ -265,6 +273,7 @@ class Sample:
     num_pages: int = 0
     root: Block | None = None
     last_token_at: float = 0.0
+    track: Track | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -285,7 +294,9 @@ class Sample:
 
     @property
     def num_computed(self) -> int:
-        """Return the number of tokens from the start whose K/V is computed."""
+        """Return the number of tokens from the start whose K/V, and whose states, are computed."""
+        if self.track is not None:
+            return self.track.done
         while self.current < len(self.parts) - 1 and self.parts[self.current].complete:
             self.current += 1
         if not self.parts:
@@ -297,7 +308,9 @@ class Sample:
 
     @property
     def num_planned(self) -> int:
-        """Return the number of tokens from the start whose K/V is computed, or will be by the steps planned so far."""
+        """Return `num_computed` once the steps planned so far are done."""
+        if self.track is not None:
+            return self.track.planned
         end = self.num_computed
         for part in self.parts[self.current :]:
             for index in range(part.cursor, len(part.blocks)):

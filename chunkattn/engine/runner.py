@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec
 
 from chunkattn.backends.base import AttentionBackend, HeadInputs, KVCache, Metadata, on_cpu
 from chunkattn.backends.cpu import label_readout
+from chunkattn.backends.recurrence import Inputs, RecurrentCache
+from chunkattn.backends.recurrent import make_recurrence
 from chunkattn.backends.registry import ON_REQUEST, get_backend
 from chunkattn.engine.host_calls import (
     Forward,
@@ -22,6 +24,7 @@ from chunkattn.engine.host_calls import (
     ReadLabels,
     ReadSample,
     ReadTokens,
+    ResetPool,
     Tell,
     WarmPicks,
     WarmReadout,
@@ -47,6 +50,7 @@ from chunkattn.engine.sampling import (
     read_labels,
     relative,
 )
+from chunkattn.engine.state_pool import StatePool
 from chunkattn.engine.step import StepArrays
 from chunkattn.engine.step_sizes import bucket_for
 from chunkattn.models.adapter_slots import AdapterSlots, RowAdapters, Stacks
@@ -75,6 +79,7 @@ class Runner:
         backend: attention backend of the heads of one device.
         backends: attention backends by the name that a request gives; None names `backend`.
         pool: pages of the KV cache.
+        states: slots and seats of recurrent layers; None for a model without such layers.
         max_logprobs: number of likeliest tokens that the readouts return, at most the vocabulary size.
         dtype: dtype of the model's activations and of its weights that are not packed.
         invariance: whether and how the bits of results are kept.
@@ -95,6 +100,7 @@ class Runner:
         batch_invariant: bool | None = None,
         tell: Tell | None = None,
         slots: AdapterSlots | None = None,
+        tracks: tuple[int, int] = (0, 0),
     ) -> None:
         self.tell, self.slots = tell, slots
         self.while_waiting: Callable[[], None] | None = None
@@ -103,7 +109,13 @@ class Runner:
         self.backends[None] = backend
         self.max_logprobs = min(max_logprobs, model.spec.vocab_size)
         self.compiles = ProgramCounts()
-        self.pool = KVPool(backend, model.spec.num_layers, num_pages, self.compiles, self.shards, tell)
+        attention, recurrent = model.spec.attention_layers, model.spec.recurrent_layers
+        self._places = {layer: place for place, layer in enumerate((*attention, *recurrent))}  # of caches
+        self.pool = KVPool(backend, len(attention), num_pages, self.compiles, self.shards, tell)
+        self.states: StatePool | None = None
+        if model.spec.recurrent is not None:
+            recurrence = make_recurrence(model.spec.recurrent.recurrence(self.shards.size))
+            self.states = StatePool(recurrence, len(recurrent), *tracks, self.compiles, self.shards, tell)
         self._names, self._params = list(model.weights), list(model.weights.values())
         self._head_place = self._names.index(model.head_name)
         self.dtype = model.dtype
@@ -123,7 +135,7 @@ class Runner:
         self._label_sizes = (READ_BUCKETS[0], label_readout.MAX_ROWS) if many else self._read_sizes
         sampled = self.sample_sizes if model.spec.num_labels is None else ()
         self.picked_sizes = tuple(sorted({*self._read_sizes, *self._label_sizes, *sampled}))
-        params, pool = [self._partition(*of) for of in model.weights.items()], self.pool.partitions
+        params, pool = [self._partition(*of) for of in model.weights.items()], self._cache_partitions
         head = [self._partition(model.head_name, model.head)]
         stacks = {} if slots is None else slots.partitions
         step = self.shards.map(self._trace_step, [params, pool, stacks], (WHOLE, WHOLE, pool))
@@ -152,10 +164,35 @@ class Runner:
         *inputs, backend = arrays
         if self.tell:
             self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
-        hidden, finite, self.pool.caches = self._step(self._params, self.pool.caches, self._stacks, *inputs, backend=backend)
+        hidden, finite, caches = self._step(self._params, self.caches, self._stacks, *inputs, backend=backend)
+        self._take(caches)
         if not on_cpu():
             finite.copy_to_host_async()
         return hidden, finite
+
+    @property
+    def caches(self) -> list[KVCache | RecurrentCache]:
+        """Return what the layers keep between steps: of those with attention, then of the recurrent ones."""
+        return [*self.pool.caches, *(() if self.states is None else self.states.caches)]
+
+    @property
+    def _cache_partitions(self) -> list[Any]:
+        return [*self.pool.partitions, *(() if self.states is None else self.states.partitions)]
+
+    def _take(self, caches: list[KVCache | RecurrentCache]) -> None:
+        """Take the caches that a step returns."""
+        count = len(self.pool.partitions)
+        self.pool.caches = caches[:count]
+        if self.states is not None:
+            self.states.caches = caches[count:]
+
+    def reset(self) -> None:
+        """Allocate new caches after the loss of the donated ones."""
+        if self.tell:
+            self.tell(ResetPool())
+        self.pool.reset()
+        if self.states is not None:
+            self.states.reset()
 
     @property
     def _stacks(self) -> Stacks:
@@ -169,7 +206,7 @@ class Runner:
     @property
     def pair_flops(self) -> float:
         """Return the floating-point operations of attention per row, slot and device, over all layers."""
-        mixers = [layer.mixer for layer in self.spec.layers]
+        mixers = self.spec.attention.values()
         return 4.0 * sum(mixer.num_heads * mixer.head_dim for mixer in mixers) / self.shards.size
 
     @property
@@ -192,11 +229,13 @@ class Runner:
         caches = jax.eval_shape(
             lambda: [self.shards.map(lambda: self.backend.allocate(num_pages), outputs=of)() for of in self.pool.partitions]
         )
+        if self.states is not None:
+            caches += self.states.shapes()
         params = [
             jax.tree.map(partial(there, sharding=self.shards.sharding(self._partition(name, weight))), weight)
             for name, weight in zip(self._names, self._params, strict=True)
         ]
-        pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self.pool.partitions)
+        pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self._cache_partitions)
         inputs = jax.tree.map(lambda x: there(x, self.shards.sharding(WHOLE)), arrays[:-1])
         partitions = {} if self.slots is None else self.slots.partitions
         stacks = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), self._stacks, partitions)
@@ -253,7 +292,9 @@ class Runner:
 
     def fingerprint(self) -> bytes:
         """Return 16 bytes that identify this model's K/V: its geometry, weights, attention and page format."""
-        form = (self.spec, self.backend.name, self.backend.spec, self.pool.page_shapes)
+        form: tuple[Any, ...] = (self.spec, self.backend.name, self.backend.spec, self.pool.page_shapes)
+        if self.states is not None:
+            form += (type(self.states.recurrence).__name__, self.states.slot_shapes)
         return fingerprint(form, zip(self._names, self._params, strict=True))
 
     # Reading. These methods return values and, for each row, whether its logits are finite.
@@ -427,36 +468,43 @@ class Runner:
     def _trace_step(
         self,
         params: Params,
-        caches: list[KVCache],
+        caches: list[KVCache | RecurrentCache],
         stacks: Stacks,
         token_ids: jax.Array,
         positions: jax.Array,
         metadata: Metadata,
         slots: jax.Array | None = None,
+        walks: Any = None,
         *,
         backend: str | None = None,
-    ) -> tuple[jax.Array, jax.Array, list[KVCache]]:
+    ) -> tuple[jax.Array, jax.Array, list[KVCache | RecurrentCache]]:
         self.compiles[backend or "step"] += 1  # runs only while JAX traces, so the counter counts compilations
-        caches, attention, layers = list(caches), self.backends[backend], self.spec.layers
+        caches, attention, mixers = list(caches), self.backends[backend], self.spec.attention
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             # A tile multiplies the V of slots that a row does not see by zero, so NaN in the cache would spread to other rows.
             # The cache gets zeros instead, and the row itself gets NaN, which its hidden state keeps.
             fine_k, fine_v = jnp.isfinite(k), jnp.isfinite(v)
             k, v = jnp.where(fine_k, k, 0), jnp.where(fine_v, v, 0)
-            scale, window = layers[layer].mixer.scale, layers[layer].mixer.window
-            out, caches[layer] = attention.forward(q, k, v, caches[layer], metadata, scale=scale, window=window)
+            scale, window, place = mixers[layer].scale, mixers[layer].window, self._places[layer]
+            out, caches[place] = attention.forward(q, k, v, caches[place], metadata, scale=scale, window=window)
             taint = jnp.where(fine_k & fine_v, 0, jnp.nan).astype(out.dtype)
             return out + jnp.repeat(taint, q.shape[1] // k.shape[1], axis=1)
 
         def attend_inputs(layer: int, heads: HeadInputs) -> jax.Array:
-            scale = layers[layer].mixer.scale
-            out, caches[layer] = attention.forward_inputs(heads, caches[layer], metadata, scale=scale)
+            scale, place = mixers[layer].scale, self._places[layer]
+            out, caches[place] = attention.forward_inputs(heads, caches[place], metadata, scale=scale)
+            return out
+
+        def recur(layer: int, inputs: Inputs) -> jax.Array:
+            assert self.states is not None
+            place = self._places[layer]
+            out, caches[place] = self.states.recurrence.forward(inputs, caches[place], walks)
             return out
 
         prepared = attend_inputs if attention.prepares_heads else None
         adapters = None if self.slots is None or slots is None else RowAdapters.of(stacks, slots, self.slots.count)
-        hidden = self._model(params, adapters)(token_ids, positions, attend, prepared)
+        hidden = self._model(params, adapters)(token_ids, positions, attend, prepared, recur)
         return hidden, finite_rows(hidden), caches
 
     def _trace_logits(self, params: Params, hidden: jax.Array) -> jax.Array:

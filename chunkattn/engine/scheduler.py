@@ -12,16 +12,19 @@ computed blocks stay cached while there is room.
 from __future__ import annotations
 
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from chunkattn.cache.trie import BlockTrie
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
+from chunkattn.engine.states import Move, States, Track
 from chunkattn.engine.step import Span
+from chunkattn.engine.walks import Walks
 
 if TYPE_CHECKING:
     from chunkattn.engine.adapters import LoadedAdapters
@@ -36,12 +39,31 @@ Fill = tuple[Sample, Part, int, int, int]
 """Sample and part, number of a block in the part, and slots `start ... end - 1` of the block, computed in one step."""
 
 
+class Room(NamedTuple):
+    """Room for a request.
+
+    Attributes:
+        pages: pages, less one for every sample that may grow.
+        samples: samples.
+        adapters: slots for the request's adapter, 1 or 0.
+        seats: seats of recurrent layers.
+        slots: slots of recurrent layers.
+    """
+
+    pages: int
+    samples: int
+    adapters: int
+    seats: int
+    slots: int
+
+
 class Scheduler:
     """Queues of waiting and running requests, both in order, and the blocks of the requests.
 
     Args:
         limits: limits of the engine.
         adapters: adapters that requests may name; None for none.
+        states: slots and seats of recurrent layers; None for a model without such layers.
 
     Attributes:
         sizes: sizes of the steps.
@@ -55,10 +77,12 @@ class Scheduler:
         changes: number of times that a request or a sample entered a queue, left it or was placed.
     """
 
-    def __init__(self, limits: EngineLimits, adapters: LoadedAdapters | None = None) -> None:
+    def __init__(self, limits: EngineLimits, adapters: LoadedAdapters | None = None, states: States | None = None) -> None:
         self._config, self.sizes, self._adapters = limits.config, limits.steps, adapters
-        self.trie, self.block_size = BlockTrie(limits.num_pages), limits.block_size
-        self.placement = Placement(self.trie, self.block_size)
+        self.states, self.block_size = states, limits.block_size
+        self.trie = BlockTrie(limits.num_pages, None if states is None else states.drop)
+        self.walks = None if states is None else Walks(states, self.block_size)
+        self.placement = Placement(self.trie, self.block_size, self.walks)
         self.max_spans = limits.config.max_num_seqs + EXTRA_SPANS
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -72,7 +96,8 @@ class Scheduler:
         self._grown: list[Sample] = []  # samples that got a page for the step planned ahead
         self._uncached_before = False  # `_uncached_next` before that step was planned
         self._uncached_next = False  # the requests without pages take turns with the others
-        self._refused: tuple[Request, tuple[int, int, int]] | None = None  # request that could not be placed, and the room then
+        self._refused: tuple[Request, Room] | None = None  # request that could not be placed, and the room then
+        self._turn = 0  # number of the plan
 
     @property
     def num_samples(self) -> int:
@@ -131,11 +156,12 @@ class Scheduler:
     def _slot_is_free(self, request: Request, priority: float = inf) -> bool:
         return self._adapters is None or self._adapters.has_room(request, self.holders(priority))
 
-    def _room(self, request: Request) -> tuple[int, int, int]:
-        """Return the available pages, less one for every sample that may grow, the available samples, and slots: 1 or 0."""
+    def _room(self, request: Request) -> Room:
+        """Return what is available for a request."""
         growing = sum(len(r.samples) for r in self.running if r.sampling)
         pages, samples = self.trie.num_available - growing, self._config.max_num_seqs - self.num_samples
-        return pages, samples, int(self._slot_is_free(request))
+        states = (0, 0) if self.states is None else (self.states.num_free_seats, self.states.num_available)
+        return Room(pages, samples, int(self._slot_is_free(request)), *states)
 
     def _still_refused(self, request: Request) -> bool:
         """Return whether the request was refused before and the room has not grown: walking its blocks again is slow."""
@@ -144,8 +170,10 @@ class Scheduler:
         return all(now <= then for now, then in zip(self._room(request), self._refused[1], strict=True))
 
     def _place(self, request: Request) -> bool:
-        pages, samples, _ = self._room(request)
+        pages, samples, *_ = self._room(request)
         if request.num_samples > samples or (self._adapters is not None and not self._adapters.take(request, self.holders())):
+            return False
+        if self.walks is not None and not self.walks.may_take(request):  # or pages would be evicted in vain
             return False
         return self.placement.place(request, headroom=self.trie.num_available - pages)
 
@@ -156,11 +184,17 @@ class Scheduler:
         """
         worse = [r for r in self.running if r.priority > request.priority]
         held = {block for r in worse for s in r.samples for block in s.held if block.page >= 0}
-        pages, samples, _ = self._room(request)
+        pages, samples, _, seats, slots = self._room(request)
         if not worse or not self._slot_is_free(request, request.priority):
             return False
         if request.num_samples > samples + sum(r.num_samples for r in worse):
             return False
+        if self.walks is not None:
+            tracks = sum(len(r.samples) + len(r.spare_tracks) for r in worse)
+            kept = sum(len(r.sources) for r in worse)
+            for needed, room in zip(self.walks.needs(request), (seats + tracks, slots + tracks + kept), strict=True):
+                if needed > room:
+                    return False
         if self.placement.missing(request) > pages + len(held) + len(worse):
             return False
         self.preempt(self.running[-1])
@@ -207,6 +241,8 @@ class Scheduler:
         self.changes += 1
         self.running.remove(request)
         self.pinned.append(request)
+        if self.walks is not None:
+            self.walks.pin(request)
 
     def restart(self, requests: Iterable[Request]) -> None:
         """Empty all queues and the trie after the loss of the pool, and queue `requests` in order, regardless of state."""
@@ -214,6 +250,8 @@ class Scheduler:
         self.waiting, self.running, self.pinned, self.uncached, self._refused = [], [], [], [], None
         self._uncommitted.clear()
         self.trie.reset()
+        if self.walks is not None:
+            self.walks.reset()
         for request in requests:
             self.placement.forget(request)
             self.add(request)
@@ -230,6 +268,7 @@ class Scheduler:
             beside_decodes: returns the row limit of a step with decodes and prompts; called only for such a step.
         """
         self._fills, self._span_of = [], {}
+        self._turn += 1
         whole = [
             Span(r.samples[0], 0, len(r.layout))
             for r in self._next_uncached
@@ -265,7 +304,10 @@ class Scheduler:
 
     def unplan(self) -> None:
         """Undo `plan_ahead`, whose step has not begun."""
-        _, fills = self._uncommitted.pop()
+        spans, fills = self._uncommitted.pop()
+        for span in reversed(spans):
+            if span.move is not None and self.walks is not None:
+                self.walks.undo(span.sample, span.move)
         for _, part, number, start, _ in fills:
             block = part.blocks[number]
             block.planned = max(min(block.planned, start), block.filled)
@@ -296,6 +338,10 @@ class Scheduler:
 
     def _tokens_left(self) -> dict[Sample, int]:
         """Return the number of tokens that every running sample has still to plan."""
+        if self.walks is not None:
+            for request in self.running:
+                for sample in request.samples:
+                    self.walks.settle(sample)
         return {s: s.num_tokens - s.num_planned for r in self.running for s in r.samples}
 
     def _prefill_turns(self, filling: list[Sample], left: dict[Sample, int], budget: int) -> Iterator[tuple[Sample, int]]:
@@ -318,6 +364,8 @@ class Scheduler:
         Tokens are planned in order, so that all slots before a token are filled when the token runs. Tokens of a shared block
         that another sample has planned count as filled: all rows of a step write before any of them reads.
         """
+        if self.walks is not None:
+            return self.walks.advance(sample, room, self._turn, partial(self._move, spans))
         taken = 0
         for part in sample.parts[sample.current :]:
             if part.complete:
@@ -335,6 +383,30 @@ class Scheduler:
                 if block.planned < known:
                     return taken
         return taken
+
+    def _move(self, spans: list[Span], sample: Sample, move: Move, count: int) -> bool:
+        """Add tokens behind a move, as `_emit` does, and fill the blocks that lack them."""
+        last = self._span_of.get(sample, -1)
+        if last >= 0 and spans[last].move is move:
+            spans[last] = spans[last]._replace(end=move.end + count)
+        elif len(spans) < self.max_spans:
+            self._span_of[sample] = len(spans)
+            spans.append(Span(sample, move.start, move.end + count, move))
+        else:
+            return False
+        part = sample.parts[move.part]
+        for index, end in self._blocks_of(part, move.end, move.end + count):
+            block = part.blocks[index]
+            if block.planned < end:
+                self._fills.append((sample, part, index, block.planned, end))
+                block.planned = end
+        return True
+
+    def _blocks_of(self, part: Part, start: int, end: int) -> Iterator[tuple[int, int]]:
+        """Yield the place of each block of a part with tokens `start ... end - 1`, and how many of them lie before `end`."""
+        first, size = start - part.start, self.block_size
+        for index in range(first // size, -(-(end - part.start) // size)):
+            yield index, min(end - part.start - index * size, size)
 
     def _emit(self, spans: list[Span], sample: Sample, start: int, count: int) -> bool:
         """Add tokens to the sample's last span if they adjoin, else as a new span. Return False if no span is left."""
@@ -359,7 +431,7 @@ class Scheduler:
         """
         complete = True
         spans, fills = self._uncommitted.popleft()
-        for sample, start, end in spans:
+        for sample, start, end, _ in spans:
             if not sample.output_ids:
                 sample.request.computed[start : min(end, sample.request.finite_end)] = True
         for sample, part, number, start, end in fills:
@@ -372,9 +444,44 @@ class Scheduler:
             block.filled, block.planned = end, max(block.planned, end)
             if block.complete and block.key is None and sample.parts and part is sample.parts[-1]:
                 self.placement.publish(sample, part, number)
+        return complete if self.walks is None else self._commit_moves(self.walks, spans) and complete
+
+    def _commit_moves(self, walks: Walks, spans: list[Span]) -> bool:
+        """End the moves of a step whose blocks have been filled. Return whether all their samples go on."""
+        complete = True
+        for sample, _, end, move in spans:
+            if move is not None:
+                is_current, finite = sample.track is move.track, sample.request.finite_end
+                computed = is_current and end <= finite and self._is_filled(sample.parts[move.part], move)
+                complete &= walks.commit(sample, move, computed=computed)
         return complete
 
+    def _is_filled(self, part: Part, move: Move) -> bool:
+        """Return whether the K/V of a move's tokens are computed."""
+        return all(part.blocks[index].filled >= end for index, end in self._blocks_of(part, move.start, move.end))
+
+    def take_forked(self) -> list[tuple[int, int, int, int]]:
+        """Return the tracks that forked samples must be given since the last call (see `StatePool.copy`)."""
+        return [] if self.walks is None else self.walks.take_forked()
+
+    def sent(self, spans: Iterable[Span]) -> None:
+        """Note that a step is on the device.
+
+        Args:
+            spans: the step's spans.
+        """
+        if self.walks is not None:
+            for sample, _, _, move in spans:
+                if move is not None:
+                    self.walks.sent(sample, move)
+
     def check(self) -> None:
-        """Assert that every page and block is accounted for (see `BlockTrie.check`)."""
+        """Assert that every page, block and slot is accounted for (see `BlockTrie.check` and `States.check`)."""
         held = [*self.running, *self.pinned]
+        if self.states is not None:
+            tracks = [t for r in held for t in (*(s.track for s in r.samples), *r.spare_tracks) if t is not None]
+            moves = [span.move for spans, _ in self._uncommitted for span in spans if span.move is not None]
+            owners: list[Move | Track] = [*tracks, *moves]
+            needed = Counter(s for r in held for s in r.sources) + Counter(s for o in owners for s in (o.source, o.goal) if s)
+            self.states.check(tracks, needed)
         self.trie.check([*(s.held for r in held for s in r.samples), *(r.spares for r in held)])

@@ -4,23 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from chunkattn.backends.base import NO_QUESTION, AttentionBackend, AttentionBatch, Metadata, Weighing
+from chunkattn.backends.recurrence import NO_WALK, Recurrence, Walk
 from chunkattn.engine.rates import tile_area
 from chunkattn.engine.request import Request, Sample
+from chunkattn.engine.states import Move
 from chunkattn.engine.step_sizes import bucket_for, buckets
 from chunkattn.rope.positions import PADDING
 
 
 class Span(NamedTuple):
-    """Tokens `start ... end - 1` of a sample, computed in one step."""
+    """Tokens `start ... end - 1` of a sample, computed in one step.
+
+    Attributes:
+        sample: the sample.
+        start: token index of the first token.
+        end: token index after the last token.
+        move: what recurrent layers compute for the tokens, which lie in one part then; None for a model without such layers.
+    """
 
     sample: Sample
     start: int
     end: int
+    move: Move | None = None
 
 
 class StepArrays(NamedTuple):
@@ -31,6 +41,7 @@ class StepArrays(NamedTuple):
         positions: int32 `[T]` position ids, padded to the same bucket.
         metadata: attention backend's description of the rows.
         slots: int32 `[T]`, slot of each row's adapter (see `AdapterSlots`); None for an engine without adapters.
+        walks: description of the rows for recurrent layers (see `Recurrence`); None for a model without such layers.
         backend: attention backend that the step's only request names; None for the engine's.
     """
 
@@ -38,6 +49,7 @@ class StepArrays(NamedTuple):
     positions: np.ndarray
     metadata: Metadata
     slots: np.ndarray | None = None
+    walks: Any = None
     backend: str | None = None
 
 
@@ -109,7 +121,7 @@ class Step:
             is_alive: returns whether a request has not ended.
         """
         computed = np.zeros(len(self.arrays.token_ids), bool)
-        for (sample, start, end), rows in self.rows():
+        for (sample, start, end, _), rows in self.rows():
             if is_alive(sample.request):
                 known = end if self.arrays.backend else sample.num_computed
                 computed[rows] = np.arange(start, end) < known
@@ -122,6 +134,7 @@ class StepBuilder:
     Args:
         adapters: number of slots of adapters.
         slot_of: slot of each adapter by digest; it may change between steps.
+        recurrence: form of the recurrent layers; None for a model without.
 
     Attributes:
         backends: attention backends by the name that a request gives; None names the engine's.
@@ -140,9 +153,10 @@ class StepBuilder:
         weighs: bool = False,
         adapters: int = 0,
         slot_of: Mapping[str, int] | None = None,
+        recurrence: Recurrence | None = None,
     ) -> None:
         self.backends, self._adapters, self._slot_of = backends, adapters, {} if slot_of is None else slot_of
-        self.max_spans = max_spans
+        self._recurrence, self.max_spans = recurrence, max_spans
         self.block_size = block_size
         self.weighs, self.windowed = weighs, backends[None].spec.windowed
         self.token_buckets = token_buckets
@@ -159,7 +173,14 @@ class StepBuilder:
         """
         token_ids, positions, attention = self._arrays(rows, width, 0)
         metadata = self.backends[backend].build_metadata(attention)
-        return StepArrays(token_ids, positions, metadata, self._slots(rows), backend)
+        return StepArrays(token_ids, positions, metadata, self._slots(rows), self._walks([], rows), backend)
+
+    def _walks(self, walks: list[Walk], rows: int) -> Any:
+        """Return the description of walks for recurrent layers; None for a model without such layers."""
+        if self._recurrence is None:
+            return None
+        entries = min(self.max_spans, rows)
+        return self._recurrence.build(np.asarray(walks + [NO_WALK] * (entries - len(walks)), np.int32), rows)
 
     def _slots(self, rows: int) -> np.ndarray | None:
         """Return the slots of rows without an adapter; None for an engine without adapters."""
@@ -188,21 +209,21 @@ class StepBuilder:
         Args:
             spans: tokens to compute, at most `max_spans` spans, or the whole prompt of one request that names a backend.
         """
-        total, name = sum(end - start for _, start, end in spans), spans[0].sample.request.backend
+        total, name = sum(s.end - s.start for s in spans), spans[0].sample.request.backend
         backend = self.backends[name]
         if name is None:
             sizes, width = self.token_buckets, bucket_for(max(s.sample.num_pages for s in spans), self.width_buckets)
         else:
             sizes, width = buckets(8, max(backend.max_rows, 8), 2), len(spans[0].sample.request.plan.page_len)
         token_ids, positions, attention = self._arrays(bucket_for(total, sizes), width, total)
-        attention.row_seq[:total] = np.repeat(np.arange(len(spans)), [end - start for _, start, end in spans])
-        slots = self._slots(len(token_ids))
+        attention.row_seq[:total] = np.repeat(np.arange(len(spans)), [s.end - s.start for s in spans])
+        slots, walks = self._slots(len(token_ids)), list[Walk]()
         samples: list[SampleRow] = []
         scores: list[ReadRow] = []
         prompt_logprobs: list[ReadRow] = []
         first = 0
         for index, span in enumerate(spans):
-            sample, start, end = span
+            sample, start, end, move = span
             request, plan, last = sample.request, sample.request.plan, first + end - start
             if start >= len(request.layout) and last == first + 1:  # fast path for a decode
                 later = start - len(request.layout)
@@ -212,6 +233,8 @@ class StepBuilder:
                 token_ids[first:last] = sample.tokens(start, end)
                 rows = sample.rows(start, end)
                 positions[first:last], attention.row_slot[first:last], attention.row_start[first:last] = rows
+            if move is not None:
+                walks.append(move.walk(first))
             if slots is not None and request.adapter is not None:
                 slots[first:last] = self._slot_of[request.adapter]
             attention.block_tables[index, : sample.num_pages] = sample.pages[: sample.num_pages]
@@ -235,7 +258,8 @@ class StepBuilder:
                 predicting = request.logprob_rows
                 prompt_logprobs += _read_rows(span, first, predicting, predicting + 1)
             first = last
-        arrays = StepArrays(token_ids, positions, backend.build_metadata(attention), slots, name)
+        described = self._walks(walks, len(token_ids))
+        arrays = StepArrays(token_ids, positions, backend.build_metadata(attention), slots, described, name)
         return Step(spans, arrays, total, tile_area(attention), samples, scores, prompt_logprobs)
 
 

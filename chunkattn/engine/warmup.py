@@ -143,7 +143,7 @@ class WarmUp:
             if self._compiled_ahead and (ahead := self._compiled_ahead.popleft()) is not None:
                 spent = self._result(ahead, part)
             began = time.perf_counter()
-            jax.block_until_ready((part.run(), self._runner.pool.caches))  # type: ignore[no-untyped-call]
+            jax.block_until_ready((part.run(), self._runner.caches))  # type: ignore[no-untyped-call]
         except BaseException:
             self._parts.clear()
             self._end_threads()
@@ -194,9 +194,10 @@ class WarmUp:
         parts += readouts
         parts += [part for rows in others[:-1] for part in steps[rows]]
         parts += [part for size in self._runner.picked_sizes[1:] for part in self._readouts(size)]
-        parts += [Part("copy", "copies of pages", copy) for copy in self._runner.pool.copies()]
+        pools = [pool for pool in (self._runner.pool, self._runner.states) if pool is not None]
+        parts += [Part("copy", "copies of pages", copy) for pool in pools for copy in pool.copies()]
         parts += [self._step(rows, width) for width in wider for rows in sizes]
-        transfers = self._runner.pool.transfers() if self._with_store else []
+        transfers = [transfer for pool in pools for transfer in pool.transfers()] if self._with_store else []
         return parts + [Part("pages", "copies of pages to and from the store", transfer) for transfer in transfers]
 
     def _readouts(self, size: int) -> list[Part]:

@@ -126,6 +126,8 @@ class ReplicaKeeper:
         """
         if pin:
             fields["pin"] = True
+        if records[0].keep_states:
+            fields["keep_states"] = True
         if (expires := records[0].expires) is not None:
             fields["ttl_s"] = max(0.001, expires - time.time())
         body = self._requests.body(records, **fields)
@@ -212,7 +214,8 @@ class ReplicaKeeper:
                         record = records[number]
                         record.tokens, record.prefix_tokens = entry.get("tokens"), entry.get("prefix_tokens")
                         record.num_bytes, prefix = entry.get("bytes"), entry.get("prefix", kept[number].prefix)
-                        kept[number] = Kept(True, pin, prefix, bool(entry.get("was_cached")))
+                        flags = bool(entry.get("was_cached")), bool(entry.get("state_kept"))
+                        kept[number] = Kept(True, pin, prefix, *flags)
                 elif not answer.is_unknown_route:
                     error = refusal_of(answer, numbers)
             if error is not None:
@@ -235,7 +238,8 @@ class ReplicaKeeper:
                     answer = await self._requests.ask(name, record, request, _ENTRY_S)
                     if answer.status == 200 and isinstance(entry := answer.body, Mapping):
                         prefix = entry.get("prefix", beginning(record))
-                        return Kept(bool(entry.get("cached")), bool(entry.get("pinned")), prefix)
+                        cached, pinned, kept = (bool(entry.get(name)) for name in ("cached", "pinned", "state_kept"))
+                        return Kept(cached, pinned, prefix, state_kept=kept)
             return Kept(prefix=beginning(record))
 
         return list(await asyncio.gather(*map(ask, records)))
@@ -278,7 +282,7 @@ class ReplicaKeeper:
             logger.warning("the K/V of a removed document stays until evicted: its owner's API key is not known")
         return is_lost
 
-    async def erase(self, request: Request, records: Sequence[DocumentRecord]) -> Any:
+    async def erase(self, request: Request, records: Sequence[DocumentRecord], *, joins: bool) -> Any:
         """Have every replica forget contents, because copies may be anywhere. Return the answer of the first one."""
         headers, query = outgoing_headers(request.scope), request.scope.get("query_string", b"")
         outgoing = Outgoing("POST", FORGET, query, headers, await request.body())
@@ -304,7 +308,8 @@ class ReplicaKeeper:
         with suppress(TimeoutError):  # then the replicas that have not answered are named
             async with asyncio.timeout(self._timeout_s):
                 await asyncio.gather(*map(tell, await retried(known, bool, self._patience_s)))
-        self._policy.forget([self._requests.route(record) for record in records])
+        if not joins:  # the key of a joined chunk stays, as an estimate
+            self._policy.forget([self._requests.route(record) for record in records])
         self.headers.drop(records[0].scope.owner)
         names = self._replicas.names()
         if missed := [n for n, answer in answers.items() if (n in names if answer is None else answer.status >= 500)]:

@@ -15,7 +15,7 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import ScoreUsage
 from chunkattn.parsers.states import OneState
 from chunkattn.schema.base import Body, CacheSalt, E, TemplateOptions
-from chunkattn.schema.generation import PromptDocuments, with_stored
+from chunkattn.schema.generation import ChunkMode, PromptDocuments, with_stored
 from chunkattn.web.errors import UNSUPPORTED_KIND
 
 
@@ -30,6 +30,8 @@ class DecideBody(Body):
     """Divide the probability of each label by its probability behind the state "N/A"; or use a fit."""
     documents: PromptDocuments | None = None
     """Chunks before the state: texts, token ids, objects with a text, or `{"id"}` of a stored document."""
+    chunk_mode: ChunkMode = "isolated"
+    """Documents as `isolated` chunks, or one `joined` chunk."""
     cache_salt: CacheSalt = None
     priority: int = 0
     chat_template_kwargs: TemplateOptions
@@ -74,6 +76,7 @@ class DecideBody(Body):
         """
         return DecideOptions(
             documents=with_stored(self.documents or (), stored),
+            chunk_mode=self.chunk_mode,
             system=self.system,
             method=self.method,
             calibrate=self.calibrate,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from chunkattn.schema.base import Body, CacheSalt, FastList, TemplateOptions, TokenIds
-from chunkattn.schema.generation import Document, Messages
+from chunkattn.schema.generation import ChunkMode, Document, Messages
 
 _ID = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
 _LONGEST_TTL_S = 10.0**9
@@ -68,6 +68,8 @@ class CacheBody(_Parts):
 
     pin: bool = False
     """Protect the documents' K/V from eviction."""
+    keep_states: bool = False
+    """Keep the state at each document's end, too, in a model with recurrent layers. A pin protects it."""
     ttl_s: Seconds | None = None
     priority: int = 1
     """Lower values are scheduled first. The default is after generation."""
@@ -75,6 +77,9 @@ class CacheBody(_Parts):
 
 class ForgetBody(_Parts):
     """Documents whose K/V the engine forgets, after a prefix."""
+
+    chunk_mode: ChunkMode = "isolated"
+    """Forget `isolated` chunks, or one `joined` chunk."""
 
 
 class ChangeBody(Body):

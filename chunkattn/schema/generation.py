@@ -83,6 +83,9 @@ def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any
     return [stored[n] if n in stored else d.plain() if isinstance(d, DocumentOrId) else d for n, d in numbered]
 
 
+ChunkMode = Literal["isolated", "joined"]
+"""Mode of chunks: every document is one, or all documents together."""
+
 PromptDocuments = Annotated[FastList[str | TokenIds | DocumentOrId], AfterValidator(check_documents)]
 
 
@@ -158,6 +161,8 @@ class PromptBody(Body):
     """The prompt in parts; instead of prompt."""
     chunk_aware: bool | None = None
     """Split prompts at the separator; by default the engine's enable_chunk_aware."""
+    chunk_mode: ChunkMode = "isolated"
+    """Documents as `isolated` chunks, or one `joined` chunk."""
     add_special_tokens: bool = True
     """Begin prompts given as text with the tokenizer's leading special tokens."""
 
@@ -287,6 +292,8 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
     messages: Messages
     documents: PromptDocuments | None = None
     """Chunks of the prompt: texts, token ids, objects with a text, or `{"id"}` of a stored document."""
+    chunk_mode: ChunkMode = "isolated"
+    """Documents as `isolated` chunks, or one `joined` chunk."""
     focus: FocusField = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None

@@ -36,6 +36,7 @@ class Prompt(NamedTuple):
         documents: texts and token ids, without documents named by id.
         behind: messages or values behind the documents.
         in_template: whether the document template surrounds the documents that are texts.
+        is_joined: whether the documents are one chunk together. Those that a focus chooses from are scored apart.
     """
 
     kind: Any
@@ -43,6 +44,7 @@ class Prompt(NamedTuple):
     documents: Sequence[Any] = ()
     behind: Sequence[Any] = ()
     in_template: bool = True
+    is_joined: bool = False
 
 
 class Parts(NamedTuple):
@@ -100,6 +102,8 @@ class Route(NamedTuple):
     def parts(self, body: Object, separator: str | None = None) -> Parts:
         """Return the parts of a body; see `parts`."""
         prompts, question = self.read(body, separator)
+        if body.get("chunk_mode") == "joined" and body.get("focus") is None:
+            prompts = [prompt._replace(is_joined=True) for prompt in prompts]
         return Parts(self.salt(body), prompts, question)
 
 

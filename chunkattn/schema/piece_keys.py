@@ -1,7 +1,8 @@
 """Routing keys of a request: a 64-bit key for each piece whose K/V a replica may hold, from the JSON body alone.
 
 The K/V of a document depends on API key, cache salt, adapter, prefix and document, and on nothing else of the
-request. A key is a hash of these, so equal keys stand for equal K/V, whatever the order and the company of the documents. What
+request. A key is a hash of these, so equal keys stand for equal K/V, whatever the order and the company of the documents.
+Documents that are joined in one chunk have one key together. What
 has to be read from the beginning (prefixes, plain prompts, conversations, states) becomes a chain of pieces: the key of each
 piece covers all text before it, so equal beginnings have equal keys. No tokenizer is needed; sizes are bytes of text.
 """
@@ -116,7 +117,7 @@ class _Pieces:
         return state.digest()
 
     def _documents(self, start: bytes, prompt: Prompt) -> bytes:
-        """Add the documents of a prompt.
+        """Add the documents of a prompt, as one piece where they are joined.
 
         Args:
             start: digest of the prefix.
@@ -125,13 +126,20 @@ class _Pieces:
         Returns:
             Digest of prefix and documents in any order, which begins the keys of what is read behind them.
         """
-        keys, text = set(), b"document" if prompt.in_template else b"chunk"
+        keys, text = list[bytes](), b"document" if prompt.in_template else b"chunk"
+        size = 0
         for document in prompt.documents:
             if content := _bytes(document):
                 key = blake2b(content, digest_size=8, key=start, person=text if isinstance(document, str) else b"ids").digest()
-                keys.add(key)
-                self._add(key, len(content))
-        return blake2b(b"".join(sorted(keys)), digest_size=16, key=start).digest()
+                keys.append(key)
+                size += len(content)
+                if not prompt.is_joined:
+                    self._add(key, len(content))
+        if prompt.is_joined and keys:  # one document is the same chunk in both modes
+            listed = b"".join(sorted(keys))
+            keys = keys if len(keys) == 1 else [blake2b(listed, digest_size=8, key=start, person=b"joined").digest()]
+            self._add(keys[0], size)
+        return blake2b(b"".join(sorted(set(keys))), digest_size=16, key=start).digest()
 
     def _add(self, digest: bytes, size: int) -> int:
         """Add a piece, and return the size of the next one, which is empty.

@@ -172,7 +172,12 @@ class Answer(ABC):
         return usage(outputs, chunks=self.options.return_chunk_usage, moved=self.moved(outputs))
 
     def moved(self, outputs: list[RequestOutput]) -> list[int]:
-        """Return the numbers of the documents named by id whose stored K/V is of another prefix than the prompt's."""
+        """Return the numbers of the documents named by id whose stored K/V is of another prefix than the prompt's.
+
+        Joined documents have other K/V than stored ones whatever their prefix, and are not among them.
+        """
+        if len(outputs[0].joined or ()) > 1:
+            return []
         if self._moved is None:
             self._moved = [n for n, document in self.stored.items() if not document.follows(outputs[0])]
         return self._moved
@@ -258,7 +263,8 @@ class Completion(Answer):
     def _job(self, prompt: Prompt) -> GenerateJob:
         """Return the job of one prompt."""
         frontend, body = self.state.llm.frontend, self.body
-        (parsed,) = frontend.parse([prompt], body.chunk_aware, self.focus, add_special_tokens=body.add_special_tokens)
+        options: dict[str, Any] = {"chunk_mode": body.chunk_mode, "add_special_tokens": body.add_special_tokens}
+        (parsed,) = frontend.parse([prompt], body.chunk_aware, self.focus, **options)
         return self.job_of(parsed, prompt_only=not body.max_tokens)
 
     def _jobs(self, prompts: Sequence[Prompt]) -> list[GenerateJob]:
@@ -356,7 +362,8 @@ class Chat(Answer):
         """Return the job of the conversation."""
         frontend, body = self.state.llm.frontend, self.body
         messages = [m.plain() for m in body.messages]
-        (parsed,) = frontend.parse_chat([messages], self.documents, body.template_options(), self.focus)
+        options = body.template_options()
+        (parsed,) = frontend.parse_chat([messages], self.documents, options, self.focus, chunk_mode=body.chunk_mode)
         job = self.job_of(parsed, most_tokens=frontend.sampling_defaults.get("max_tokens"))
         self.check_generated(job, parsed)
         return job

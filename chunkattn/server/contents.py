@@ -153,9 +153,9 @@ class Contents:
         documents = [as_ids(chunk) for _, _, chunk in contents]
         return PrecomputeJob(self.llm.frontend, as_ids(prefix), documents, cache_salt=salt, **options)
 
-    async def cached(self, contents: Sequence[Content]) -> list[bool]:
-        """Return for each content whether all of its K/V is in memory now."""
-        cached: dict[Content, bool] = {}
+    async def cached(self, contents: Sequence[Content]) -> list[tuple[bool, bool]]:
+        """Return for each content whether all of its K/V, and the state at its end, is in memory now."""
+        cached: dict[Content, tuple[bool, bool]] = {}
         groups: dict[tuple[str | None, bytes], list[Content]] = {}
         for content in dict.fromkeys(contents):
             groups.setdefault(content[:2], []).append(content)
@@ -163,9 +163,10 @@ class Contents:
         for (salt, prefix), group in parts:
             try:
                 report = await self.llm.lookup(as_ids(prefix), [as_ids(chunk) for _, _, chunk in group], cache_salt=salt)
-                cached |= {content: one.was_cached for content, one in zip(group, report.documents, strict=True)}
+                pairs = [(one.was_cached, one.state_kept) for one in report.documents]
+                cached |= dict(zip(group, pairs, strict=True))
             except (EngineDeadError, RequestError):  # a dead engine holds nothing; a new engine may refuse the ids
-                cached |= dict.fromkeys(group, False)
+                cached |= dict.fromkeys(group, (False, False))
         return [cached[content] for content in contents]
 
 

@@ -20,6 +20,7 @@ from chunkattn.documents.registry import ADVICE, Registry
 from chunkattn.errors import ChunkAttnError, EngineError, QueueFullError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.layout import Names
+from chunkattn.parsers.joined import joined_ids
 from chunkattn.parsers.prompt import DOCUMENT_NAMES
 from chunkattn.schema.base import Body
 from chunkattn.server.contents import Content, Contents, StoredDocument, as_bytes, as_ids, count_ids
@@ -38,6 +39,8 @@ _SHOWN_TOKENS = 256
 """Tokens of a prefix that an entry shows as text."""
 _BATCH = 100
 """Records that are parsed in one turn of a thread."""
+Pinned = tuple[Content, bool]
+"""Content that is pinned, and whether the state at its end is."""
 _CONCURRENT_PINS = 4
 _PIN_RETRY_S = 1.0
 
@@ -69,7 +72,7 @@ class EngineKeeper:
         self.contents = Contents(self.llm, records)
         self.documents: dict[DocumentRecord, StoredDocument] = {}
         self._users: Counter[Content] = Counter()  # stored documents of a content
-        self._coming: Counter[tuple[str | None, Content]] = Counter()  # pins in computation, by owner and content
+        self._coming: Counter[tuple[str | None, Content, bool]] = Counter()  # pins in computation, see `_room`
         self._pinning: asyncio.Task[None] | None = None
 
     @property
@@ -130,11 +133,12 @@ class EngineKeeper:
             text = "documents can be cached one by one only under position_strategy 'shared'; else their K/V is of one prompt"
             raise ApiError(400, text, param="documents", code="unsupported_parameter")
         contents = await self._parse(records)
-        with self._room(first.scope.owner, contents) if first.pinned else nullcontext():
+        with self._room(first, contents) if first.pinned else nullcontext():
             self.contents.use(contents)
             try:
                 engine = self.llm.client.restarts
-                make = partial(self.contents.job, contents, pin=first.pinned, priority=priority, names=names)
+                options = {"pin": first.pinned, "priority": priority, "keep_states": first.keep_states, "names": names}
+                make = partial(self.contents.job, contents, **options)
                 report = await self.llm.run(make, self.config.request_timeout_s)
             except BaseException:
                 for content in contents:
@@ -145,7 +149,7 @@ class EngineKeeper:
             self._take(record, content).pin = (report.pin_ids[number], engine) if first.pinned else None
         shown = self._shown([content[1] for content in contents])
         return [
-            Kept(True, first.pinned, shown[content[1]], cached.was_cached)
+            Kept(True, first.pinned, shown[content[1]], cached.was_cached, cached.state_kept)
             for content, cached in zip(contents, report.documents, strict=True)
         ]
 
@@ -185,11 +189,13 @@ class EngineKeeper:
         documents = [self.documents[record] for record in records]
         cached = await self.contents.cached([document.content for document in documents])
         shown = self._shown([document.content[1] for document in documents])
-        # A failed step drops cached K/V, pinned documents included.
-        return [
-            Kept(is_cached, is_cached and self.has_pin(document), shown[document.content[1]])
-            for document, is_cached in zip(documents, cached, strict=True)
-        ]
+        needs_state, kept = self.llm.limits.recurrent if self.llm.is_ready else False, list[Kept]()
+        for document, (is_cached, state_kept) in zip(documents, cached, strict=True):
+            is_cached &= state_kept or not (needs_state and document.record.keep_states)
+            # A failed step drops cached K/V, pinned documents included.
+            has_pin = is_cached and self.has_pin(document)
+            kept.append(Kept(is_cached, has_pin, shown[document.content[1]], state_kept=state_kept))
+        return kept
 
     def _shown(self, prefixes: Iterable[bytes]) -> dict[bytes, str | None]:
         """Return the beginning of each prefix as text; None without a tokenizer."""
@@ -216,11 +222,14 @@ class EngineKeeper:
         if tasks:
             await asyncio.wait(tasks)
 
-    async def erase(self, request: Request, records: Sequence[DocumentRecord]) -> dict[str, Any]:
+    async def erase(self, request: Request, records: Sequence[DocumentRecord], *, joins: bool) -> dict[str, Any]:
         """Forget contents, in memory and on disk, unless a stored document or a call uses them."""
         try:
             async with asyncio.timeout(self.config.request_timeout_s):
                 contents = await self._parse(records)
+                if joins:
+                    (chunk,) = joined_ids([as_ids(own) for _, _, own in contents])
+                    contents = [(*contents[0][:2], as_bytes(chunk))]
                 unused = [content for content in dict.fromkeys(contents) if content not in self.contents]
                 self.contents.use(unused)
                 for content in unused:
@@ -241,10 +250,10 @@ class EngineKeeper:
     async def pin(self, record: DocumentRecord) -> None:
         """Pin a document, computing evicted K/V again."""
         document, engine = self.documents[record], self.llm.client.restarts
-        with self._room(record.scope.owner, [document.content]):
+        with self._room(record, [document.content]):
             self.contents.use([document.content])
             try:
-                make = partial(self.contents.job, [document.content], pin=True)
+                make = partial(self.contents.job, [document.content], pin=True, keep_states=record.keep_states)
                 report = await self.llm.run(make, self.config.request_timeout_s)
                 self._unpin(document)
                 document.pin = report.pin_ids[0], engine
@@ -269,40 +278,59 @@ class EngineKeeper:
         document.pin = None
 
     @contextmanager
-    def _room(self, owner: str | None, contents: Sequence[Content]) -> Iterator[None]:
-        """Count contents as pinned while they are computed.
+    def _room(self, record: DocumentRecord, contents: Sequence[Content]) -> Iterator[None]:
+        """Count contents as pinned while they are computed, each by its owner and with whether its state is pinned.
 
         Args:
-            owner: holder of the API key that owns the documents.
+            record: record with the owner of the documents, and whether their states are kept.
             contents: contents to pin.
 
         Raises:
-            ApiError: 400, the pinned pages would exceed a share of the pool.
+            ApiError: 400, the pinned pages or states would exceed a share of all.
         """
-        pinned = {(record.scope.owner, d.content) for record, d in self.documents.items() if self.has_pin(d)}
+        owner, keeps = record.scope.owner, record.keep_states
+        pinned = {(r.scope.owner, d.content, r.keep_states) for r, d in self.documents.items() if self.has_pin(d)}
         pinned |= self._coming.keys()
-        config = self.config
-        limits = [("max_pinned_share", config.max_pinned_share, {content for _, content in pinned})]
+        config, new = self.config, {(content, keeps) for content in contents}
+        shares = [("max_pinned_share", config.max_pinned_share, {(content, kept) for _, content, kept in pinned})]
         if owner is not None:
-            others = {content for holder, content in pinned if holder == owner}
-            limits.append(("max_pinned_share_per_key", config.max_pinned_share_per_key, others))
-        for option, share, before in limits:
-            most = int(share * self.llm.limits.num_pages)
-            if self._pages({*before, *contents}) > most:
-                text = (
-                    f"the documents need {self._pages(set(contents))} KV pages with their prefix; pinned documents may hold "
-                    f"{most} ({option} {share:g} of the pool), and too few are left; unpin documents, or do not pin these"
-                )
-                raise ApiError(400, text, param="documents", code="too_many_pins")
-        coming = Counter((owner, content) for content in contents)
+            others = {(content, kept) for holder, content, kept in pinned if holder == owner}
+            shares.append(("max_pinned_share_per_key", config.max_pinned_share_per_key, others))
+        for option, share, before in shares:
+            self._check_share(option, share, before, new)
+        coming = Counter((owner, content, keeps) for content in contents)
         self._coming += coming
         try:
             yield
         finally:
             self._coming -= coming
 
-    def _pages(self, contents: set[Content]) -> int:
+    def _check_share(self, option: str, share: float, before: set[Pinned], new: set[Pinned]) -> None:
+        """Check that contents can be pinned beside others; see `_room`.
+
+        Args:
+            option: name of the option that limits the share.
+            share: its value.
+            before: contents that are pinned.
+            new: contents to pin.
+
+        Raises:
+            ApiError: as `_room`.
+        """
+        limits = self.llm.limits
+        for unit, all_of_them, count in (("KV pages", limits.num_pages, self._pages), ("states", limits.state_slots, _states)):
+            most = int(share * all_of_them)
+            if all_of_them and count(before | new) > most:
+                text = (
+                    f"the documents need {count(new)} {unit} with their prefix; pinned documents may hold {most} ({option} "
+                    f"{share:g} of all), and too few are left; unpin documents, or do not pin these"
+                )
+                text += ", or raise state_cache_memory_bytes" if unit == "states" else ""
+                raise ApiError(400, text, param="documents", code="too_many_pins")
+
+    def _pages(self, pinned: set[Pinned]) -> int:
         """Return the KV pages of documents and their prefixes; a shared prefix counts once."""
+        contents = {content for content, _ in pinned}
         parts = [prefix for _, prefix in {content[:2] for content in contents}] + [content[2] for content in contents]
         return sum(-(-count_ids(part) // self.llm.limits.block_size) for part in parts)
 
@@ -402,6 +430,11 @@ class EngineKeeper:
         async with asyncio.TaskGroup() as group:
             for record in records:
                 group.create_task(pin(record))
+
+
+def _states(pinned: set[Pinned]) -> int:
+    """Return the states that pins hold in a model with recurrent layers; a shared prefix counts once."""
+    return len({content[:2] for content, _ in pinned if content[1]}) + len({content for content, keeps in pinned if keeps})
 
 
 def _names(prefix: Prefix) -> Names:

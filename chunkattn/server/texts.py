@@ -141,11 +141,14 @@ class TokenTexts:
 
 
 def _begins_of_texts(output: RequestOutput) -> set[int]:
-    """Return the indices of prompt tokens that begin a text within the question part, behind a document that is read again."""
-    focus, begin = output.focus, output.prefix_len + sum(output.chunk_lens)
-    if focus is None or focus.mode != "reread":
-        return set()
-    return {begin + size for size in accumulate(output.chunk_lens[number] for number in focus.shown)}
+    """Return the indices of prompt tokens that begin a text within a part, behind a document that is joined or read again."""
+    focus, begin, begins = output.focus, output.prefix_len + sum(output.chunk_lens), set[int]()
+    lens = dict(enumerate(output.chunk_lens)) if output.joined is None else output.joined
+    if output.joined is not None:
+        begins = {output.prefix_len + size for size in accumulate(lens.values())}
+    if focus is not None and focus.mode == "reread":
+        begins |= {begin + size for size in accumulate(lens[number] for number in focus.shown)}
+    return begins
 
 
 class Tail:
@@ -279,11 +282,16 @@ def _shown(outputs: Sequence[RequestOutput], numbers: Collection[int]) -> Collec
     return numbers if focus is None or focus.mode != "only" else set(numbers) & set(focus.shown)
 
 
-def _chunk_counts(output: RequestOutput, moved: Collection[int]) -> list[dict[str, int | bool]]:
-    """Return the token counts of each chunk. Where documents are left out, a chunk has the number of its document."""
-    counts: list[dict[str, int | bool]] = [
+def _chunk_counts(output: RequestOutput, moved: Collection[int]) -> list[dict[str, Any]]:
+    """Return the token counts of each chunk.
+
+    Where documents are left out, a chunk has the number of its document; the chunk of joined documents has all of theirs.
+    """
+    counts: list[dict[str, Any]] = [
         {"tokens": n, "cached_tokens": c} for n, c in zip(output.chunk_lens, output.num_cached_chunk_tokens)
     ]
+    if output.joined is not None:
+        return [{**count, "documents": [*output.joined]} for count in counts]
     numbers: Sequence[int] = range(len(counts))
     if output.focus is not None and output.focus.mode == "only" and output.focus.shown:
         numbers = output.focus.shown

@@ -51,8 +51,8 @@ class ServerConfig:
         metrics_key: key that opens `/metrics` and no other route; API keys do not open `/metrics` then.
         max_queue_share: share of `max_queued_requests` that the requests of one named API key may hold; without a key file,
             the share of one request.
-        max_pinned_share: share of the KV pool's pages that the pinned documents of all keys together may hold.
-        max_pinned_share_per_key: share of the KV pool's pages that the pinned documents of one named API key may hold.
+        max_pinned_share: share of the KV pool's pages, and of states, that pinned documents of all keys together may hold.
+        max_pinned_share_per_key: share of the KV pool's pages, and of states, that those of one named API key may hold.
         max_cached_documents_per_key: number of stored documents of one named API key.
         max_connections: number of open connections; further connections are answered with 503. Connections that have not
             brought a valid key, or without keys no request, may be three quarters of them: a further one takes the place of

@@ -11,6 +11,8 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 from chunkattn.models.families import spec_from_config
 from chunkattn.tools.bench.geometry import GEOMETRIES, sizes
 from chunkattn.tools.bench.random_gguf import QUANTS, tensor_type, write_random
+from tests.gguf_files import HYBRIDS
+from tests.models.gguf_rig import opened
 
 TIED = Qwen3Config(**sizes(70, 256, 288, 8, 4, 2, 64, 4096), architectures=["Qwen3ForCausalLM"], tie_word_embeddings=True)
 
@@ -80,3 +82,18 @@ def test_all_geometries_can_be_written(tmp_path):
     for config in (GEOMETRIES["small"], llama, experts):
         write_random(config, "Q8_0", tmp_path / "model.gguf")
         assert len(gguf.GGUFReader(tmp_path / "model.gguf").tensors) > 10
+
+
+@pytest.mark.parametrize(("name", "fused"), [("qwen35", "Q5_K"), ("qwen35moe", "Q5_K")])
+def test_models_with_recurrent_layers(name, fused, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_random(HYBRIDS[name], "Q4_K_M", path)
+    assert opened(path).spec.layers == spec_from_config(HYBRIDS[name]).layers
+    found = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
+    types = {
+        part: found[f"blk.0.{part}.weight"].tensor_type.name for part in ("attn_qkv", "attn_gate", "ssm_out", "ssm_conv1d")
+    }
+    assert types == {"attn_qkv": fused, "attn_gate": "Q4_K", "ssm_out": "Q4_K", "ssm_conv1d": "F32"}
+    assert (found["blk.0.ssm_a"].data < -0.01).all()
+    decoder = opened(path).load()
+    assert decoder.weights.keys() == spec_from_config(HYBRIDS[name]).parameters().keys()

@@ -19,7 +19,7 @@ from chunkattn.server.app import create_app
 from chunkattn.tools.eval.data import Decisions
 from chunkattn.tools.eval.decisions import examine, ways_of
 from chunkattn.tools.eval.results import Results
-from tests.adapter_files import make_adapter
+from tests.adapter_files import make_adapter, make_peft
 from tests.decision_models import (
     SEGMENTS,
     add_codes,
@@ -30,6 +30,7 @@ from tests.decision_models import (
     pointer_head,
     save_kev,
 )
+from tests.delta_rule import in_float64
 from tests.reranker_files import CHAT_OPTIONS
 
 OPTIONS = {**CHAT_OPTIONS, "decide_method": "auto", "dtype": "float32"}
@@ -291,6 +292,23 @@ def test_an_adapter_with_a_head_loads_its_base(saved, kev, tmp_path):
     llm = LLM(adapter, **OPTIONS)
     check_kev(llm, base, head, 1.5, merged)
     assert llm.decide(STATES[0], QUESTIONS).answers != LLM(base, **OPTIONS).decide(STATES[0], QUESTIONS).answers
+
+
+def test_an_adapter_of_recurrent_layers_with_a_head(tmp_path):
+    """kev on a hybrid, whose adapter PEFT made and merges: the witness computes in float64, token by token."""
+    base, adapter, head = make_base(tmp_path / "base", "qwen3_5"), tmp_path / "adapter", pointer_head()
+    model = AutoModel.from_pretrained(base, dtype=torch.float32)
+    ends = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj", "q_proj", "down_proj"]
+    tuned = make_peft(adapter, model, r=4, lora_alpha=6, target_modules=ends)
+    assert len([name for name, _ in tuned.named_parameters() if "linear_attn" in name and "lora_A" in name]) == 5
+    save_kev(adapter, base, head, temperature=1.5)
+    llm = LLM(adapter, **OPTIONS)
+    with in_float64(tuned.merge_and_unload()) as exact:
+        check_kev(llm, base, {name: tensor.double() for name, tensor in head.items()}, 1.5, exact)
+    llm.core.scheduler.check()
+    assert llm.decide(STATES[0], QUESTIONS).answers != LLM(base, **OPTIONS).decide(STATES[0], QUESTIONS).answers
+    assert llm.decide(STATES[0] * 9, QUESTIONS).usage.cached_tokens == 0
+    assert llm.decide(STATES[0] * 9, QUESTIONS[:1]).usage.cached_tokens > 50
 
 
 def test_adapters_that_cannot_be_the_model(kev, tmp_path):

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3_5TextConfig
 from typer.testing import CliRunner
 
 from chunkattn.backends.cpu import library
@@ -43,9 +43,13 @@ def run(*arguments):
 
 
 def rows(output):
-    """Return the cells of each row by device and number of devices."""
-    found = [re.split(r"  +", line.strip()) for line in output.splitlines() if re.match(r" *[a-z0-9-]+, \d+ ", line)]
-    return {(cells[0].split(",")[0], int(cells[1])): cells[2:] for cells in found}
+    """Return the cells of each row, of all tables, by device and number of devices."""
+    found: dict[tuple[str, int], list[str]] = {}
+    for line in output.splitlines():
+        if re.match(r" *[a-z0-9-]+, \d+ ", line):
+            device, size, *cells = re.split(r"  +", line.strip())
+            found.setdefault((device.split(",")[0], int(size)), []).extend(cells)
+    return found
 
 
 def test_weights_and_tokens_are_those_counted_by_hand(folder):
@@ -189,3 +193,27 @@ def test_what_cannot_be_planned_is_refused(folder, arguments, message):
     code, output = run(folder, *arguments)
     assert code == 2
     assert message in output
+
+
+def test_a_hybrid_has_states_beside_the_pool(tmp_path):
+    """Qwen3.5-4B: 24 of 32 layers are recurrent, with 32 heads of 128 x 128 and the last 3 inputs of their convolutions."""
+    heads = {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+    sizes = {"vocab_size": 248_320, "hidden_size": 2560, "intermediate_size": 9216, "num_hidden_layers": 32}
+    attention = {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256}
+    names = {"architectures": ["Qwen3_5ForCausalLM"], "dtype": "bfloat16"}
+    Qwen3_5TextConfig(**sizes, **heads, **attention, **names).save_pretrained(tmp_path)
+    convolved = 2 * 16 * 128 + 32 * 128
+    state = 24 * 4 * (32 * 128 * 128 + 3 * convolved)
+    seat = 24 * 4 * (64 * (16 * 128 + 32 * 128 + 32) + 3 * convolved)  # the open block's keys, values and decays
+    memory = 40 * state + 8 * seat
+    options = ["--device", "h100", "--max-num-seqs", "8", "--state-cache-memory-bytes", str(memory)]
+    code, output = run(str(tmp_path), "--tensor-parallel-size", "1", *options)
+    assert code == 0, output
+    assert rows(output)["h100", 1][-3:] == [f"{state / 2**20:.2f}", "32", "8"]
+    assert "--state-cache-memory-bytes" in output
+    pool = float(rows(output)["h100", 1][2])
+    _, more = run(str(tmp_path), "--tensor-parallel-size", "1", *options[:-1], str(memory + 100 * state))
+    assert rows(more)["h100", 1][-2:] == ["132", "8"]
+    assert pool - float(rows(more)["h100", 1][2]) == pytest.approx(100 * state / GIB, abs=0.02)
+    _, halves = run(str(tmp_path), "--tensor-parallel-size", "2", *options)
+    assert rows(halves)["h100", 2][-3] == f"{state / 2 / 2**20:.2f}"

@@ -37,6 +37,7 @@ STORED = [
     post("Ana keeps bees.", prefix="", messages=[]),
     post({"id": "b", "text": "Of a tenant."}, cache_salt="tenant"),
     post({"id": "pinned", "text": "Cleo keeps eight."}, pin=True, ttl_s=1000),
+    post({"id": "state", "text": "Gus keeps nine."}, pin=True, keep_states=True),
     post({"id": "unicode.:@-_", "text": "Dora keeps bees. \N{HONEYBEE}"}, priority=1, user="somebody"),
     sent(gzip.compress(json.dumps({"documents": ["Emil keeps bees."]}).encode()), **{"Content-Encoding": "gzip"}),
     sent(json.dumps({"documents": ["Fay keeps bees."]}).encode("utf-16")),
@@ -178,10 +179,10 @@ async def compare(llm, cases, **options):
 def test_documents_are_stored_listed_changed_and_deleted_alike(llm):
     answers = asyncio.run(compare(llm, STORED))
     statuses = [status for status, _, _ in answers]
-    assert statuses == [404 if case == ("GET", f"{URL}/b", {}) and n > 20 else 200 for n, case in enumerate(STORED)]
+    assert statuses == [404 if case == ("GET", f"{URL}/b", {}) and n > 21 else 200 for n, case in enumerate(STORED)]
     first = answers[0][1]["data"][0]["id"]
     assert first.startswith("doc-")
-    assert {first} < {entry["id"] for entry in answers[10][1]["data"]}
+    assert {first} < {entry["id"] for entry in answers[11][1]["data"]}
 
 
 def test_requests_are_refused_alike(llm):

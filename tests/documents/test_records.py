@@ -47,14 +47,24 @@ def put(records, *made):
 def plain(found):
     """All that a record says, for comparisons."""
     prefix = found.prefix.source, found.prefix.is_chat, found.prefix.template_options
-    rest = found.created, found.expires, found.pinned, found.tokens, found.prefix_tokens, found.num_bytes
-    return found.scope, found.id, prefix, found.source, rest
+    flags = found.pinned, found.keep_states
+    rest = found.created, found.expires, found.tokens, found.prefix_tokens, found.num_bytes
+    return found.scope, found.id, prefix, found.source, flags, rest
 
 
 def test_a_new_process_has_every_field(tmp_path):
     records = DocumentRecords(tmp_path / "documents")
     made = [
-        record(f"doc-{n}", document, scope=Scope(owner, salt), prefix=prefix, expires=2e9 + n, pinned=n % 2 == 1, tokens=n)
+        record(
+            f"doc-{n}",
+            document,
+            scope=Scope(owner, salt),
+            prefix=prefix,
+            expires=2e9 + n,
+            pinned=n % 2 == 1,
+            keep_states=n % 3 == 1,
+            tokens=n,
+        )
         for n, (prefix, document, owner, salt) in enumerate(
             (prefix, document, owner, salt)
             for prefix in PREFIXES
@@ -284,14 +294,17 @@ def test_what_is_owed_survives_until_it_is_settled(tmp_path):
     records.close()
 
 
-def test_a_file_of_version_1_is_read(tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_file_of_a_former_version_is_read(version, tmp_path):
     path = tmp_path / "documents"
     records = DocumentRecords(path)
     (kept,) = put(records, record("doc-of-a-former-rule"))
     records.close()
     with sqlite3.connect(path) as file:
-        file.execute("DROP TABLE owed")
-        file.execute("PRAGMA user_version = 1")
+        file.execute("ALTER TABLE documents DROP COLUMN keep_states")
+        if version == 1:
+            file.execute("DROP TABLE owed")
+        file.execute(f"PRAGMA user_version = {version}")
     file.close()
     for _ in range(2):
         records = DocumentRecords(path)

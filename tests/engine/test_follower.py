@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from transformers import AutoModelForSequenceClassification
 
-from chunkattn import LLM, Choice, SamplingParams
+from chunkattn import LLM, Choice, ChunkedPrompt, SamplingParams
 from chunkattn.engine.follower import Follower
-from chunkattn.engine.host_calls import Forward, HostCall, ReadClasses, ReadHidden
+from chunkattn.engine.host_calls import CopyStates, Forward, HostCall, ReadClasses, ReadHidden
 from chunkattn.models.loader import open_files
 from chunkattn.remote.hosts.group_messages import CALLS as FRAMES
 from tests.checkpoints import CHECKPOINTS, make_checkpoint
@@ -63,7 +63,7 @@ def test_pages_and_programs_are_equal(checkpoint, told, backend):
     assert pools(first)[0].any()
     assert first.core.runner.compiles == other.core.runner.compiles
     kinds = Counter(type(call) for call in told.calls)
-    assert set(kinds) == set(get_args(HostCall)) - {ReadClasses, ReadHidden}
+    assert set(kinds) == set(get_args(HostCall)) - {ReadClasses, ReadHidden, CopyStates}
     assert {call.backend for call in told.calls if isinstance(call, Forward)} == {None, "packed_dense"}
 
 
@@ -78,6 +78,23 @@ def test_a_decision_model_is_followed(tmp_path, told):
     for call in told.calls:
         follower.run(call)
     assert any(isinstance(call, ReadHidden) for call in told.calls)
+    assert first.core.runner.compiles == other.core.runner.compiles
+
+
+def test_a_hybrid_is_followed(checkpoint, told):
+    first, other = LLM(str(checkpoint("qwen3_5")), **OPTIONS), LLM(str(checkpoint("qwen3_5")), **OPTIONS)
+    lead(first, told)
+    first.core.runner.states._tell = told.tell
+    prompt = ChunkedPrompt([*range(2, 90)], [[5, 6, 7]], [8, 9])
+    first.generate(prompt, SamplingParams(n=2, seed=1, max_tokens=5, ignore_eos=True), use_tqdm=False)
+    first.core._recover([])
+    first.generate(prompt, FORKED, use_tqdm=False)
+    follower = Follower(other.core)
+    for call in told.calls:
+        follower.run(call)
+    assert any(isinstance(call, CopyStates) for call in told.calls)
+    for own, theirs in zip(jax.tree.leaves(first.core.runner.caches), jax.tree.leaves(other.core.runner.caches), strict=True):
+        np.testing.assert_array_equal(np.asarray(own), np.asarray(theirs))
     assert first.core.runner.compiles == other.core.runner.compiles
 
 

@@ -29,7 +29,7 @@ from chunkattn.engine.messages import (
     TokenOutput,
 )
 from tests.fuzz.decisions import Decide
-from tests.fuzz.prompts import Ids, Prompt
+from tests.fuzz.prompts import Ids, Prompt, joined
 from tests.fuzz.rig import POSITIONS, SEPARATOR_ID, words
 
 RERANK_LABELS = (SEPARATOR_ID - 2, SEPARATOR_ID - 1)
@@ -48,7 +48,7 @@ def positions_of(frontend: Frontend) -> str:
 
 @dataclass(frozen=True)
 class Generate:
-    """Continue a prompt, sent in one of `Prompt.forms`."""
+    """Continue a prompt, sent in one of `Prompt.forms`, or with its chunks "joined"."""
 
     prompt: Prompt
     form: str
@@ -58,7 +58,9 @@ class Generate:
 
     def layout(self, positions: str) -> ChunkLayout:
         """The prompt as the parser must read it."""
-        return make_layout(*self.prompt, *POSITIONS[positions])
+        prefix, chunks, question = self.prompt
+        chunks = joined(chunks) if self.form == "joined" else chunks
+        return make_layout(prefix, chunks, question, *POSITIONS[positions])
 
     def job(self, frontend: Frontend) -> Any:
         """Parse the prompt; it must come out as `layout`."""
@@ -74,8 +76,9 @@ class Generate:
         prefix, chunks, question = self.prompt
         if self.form == "ids":
             return frontend.parse({"prompt_token_ids": list(question)}, False)
-        if self.form == "chunked":
-            return frontend.parse(ChunkedPrompt(list(prefix), list(map(list, chunks)), list(question)), None)
+        if self.form in ("chunked", "joined"):
+            mode = "joined" if self.form == "joined" else "isolated"
+            return frontend.parse(ChunkedPrompt(list(prefix), list(map(list, chunks)), list(question)), None, chunk_mode=mode)
         if self.form == "separated ids":
             ids = list(prefix)
             for part in (*chunks, question):
@@ -127,13 +130,14 @@ class Score:
 
 @dataclass(frozen=True)
 class Precompute:
-    """Fill the cache with a prefix and documents."""
+    """Fill the cache with a prefix and documents, and with the states at their ends if `keep_states`."""
 
     prefix: Ids
     documents: tuple[Ids, ...]
     pin: bool = False
     salt: str | None = None
     priority: int = 0
+    keep_states: bool = False
 
     def job(self, frontend: Frontend) -> Any:
         """One request a document, or one for all."""
@@ -143,6 +147,15 @@ class Precompute:
 
 
 Ask = Generate | Score | Precompute | Decide
+
+
+def has_no_state(ask: Ask) -> bool:
+    """Return whether a model with recurrent layers must refuse an ask other than a choice."""
+    if isinstance(ask, Score):
+        return ask.algorithm == "packed_dense"
+    chunks = ask.prompt.chunks if isinstance(ask, Generate) else ask.documents if isinstance(ask, Decide) else ()
+    is_joined = ask.joined if isinstance(ask, Decide) else isinstance(ask, Generate) and ask.form == "joined"
+    return not is_joined and sum(map(bool, chunks)) > 1
 
 
 @dataclass

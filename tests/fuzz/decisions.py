@@ -15,7 +15,7 @@ from chunkattn import Choice, ChunkLayout, Option, Predicate, Rating, make_layou
 from chunkattn.calls.decide import decide_call
 from chunkattn.calls.frontend import Frontend
 from chunkattn.decisions import Answer, PredicateAnswer, Question
-from tests.fuzz.prompts import Ids
+from tests.fuzz.prompts import Ids, joined
 from tests.fuzz.rig import LETTERS, POSITIONS, WORDS, read, words
 
 FREE = "N/A"
@@ -28,6 +28,7 @@ class Decide:
 
     Attributes:
         system: tokens of the system message; empty for none. A chat with this message has the same prefix.
+        joined: whether the documents are one chunk.
     """
 
     system: Ids
@@ -38,6 +39,7 @@ class Decide:
     calibrate: bool = False
     salt: str | None = None
     priority: int = 0
+    joined: bool = False
 
     def job(self, frontend: Frontend) -> Any:
         """Make the call; every other document is a text if its tokens are words."""
@@ -52,6 +54,7 @@ class Decide:
             system=words(self.system) or None,
             method=self.method,
             calibrate=self.calibrate,
+            chunk_mode="joined" if self.joined else "isolated",
             cache_salt=self.salt,
             priority=self.priority,
         )
@@ -99,7 +102,7 @@ def items_of(question: Question, method: str) -> list[Item]:
 def prompts(ask: Decide, positions: str) -> list[list[tuple[ChunkLayout, Item]]]:
     """Return the layout of every item, without the last token of its answer: behind the state, and then of the priors."""
     items = [item for question in ask.questions for item in items_of(question, ask.method)]
-    states = [(ask.documents, (*ask.state, *read("Question:")))]
+    states = [(joined(ask.documents) if ask.joined else ask.documents, (*ask.state, *read("Question:")))]
     if ask.calibrate:
         states.append(((), read(f"{FREE} Question:")))
     found = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from chunkattn import ChunkLayout, DocumentPrompt, Focus, make_layout
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_job
 from tests.fuzz.calls import Generate
-from tests.fuzz.prompts import Ids
+from tests.fuzz.prompts import Ids, digest
 from tests.fuzz.rig import POSITIONS, WORDS, words
 
 
@@ -39,7 +38,7 @@ class Choose(Generate):
     @property
     def candidates(self) -> list[Ids]:
         """Documents to choose from, each content once, sorted by the hash of their tokens."""
-        return sorted({own for own in self.prompt.chunks if own}, key=_digest)
+        return sorted({own for own in self.prompt.chunks if own}, key=digest)
 
 
 def can_be_text(parts: list[Ids]) -> bool:
@@ -82,9 +81,5 @@ def composed(ask: Choose, chosen: list[Ids], positions: str) -> ChunkLayout:
         return make_layout(prefix, chunks, question, *POSITIONS[positions])
     if ask.focus.mode == "only":
         return make_layout(prefix, [own for own in dict.fromkeys(chunks) if own in chosen], question, *POSITIONS[positions])
-    again = [token for document in sorted(chosen, key=_digest) for token in document]
+    again = [token for document in sorted(chosen, key=digest) for token in document]
     return make_layout(prefix, chunks, [*again, *question], *POSITIONS[positions])
-
-
-def _digest(document: Ids) -> bytes:
-    return blake2b(np.asarray(document, "<i4").tobytes(), digest_size=16).digest()

@@ -13,6 +13,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
 from chunkattn.models.loader import load_tokenizer, open_files
 from tests.checkpoints import auto_class
+from tests.delta_rule import sequential
 from tests.fuzz.routers import Routing
 from tests.tokenizer_texts import TEXTS
 
@@ -20,11 +21,20 @@ NESTED = ("gemma3", "mistral3")
 """Multimodal families: their keys are those of `text_config`, and `write` gives tensors the names of their language part."""
 FAMILIES = (
     *("llama", "mistral", "ministral3", "qwen2", "qwen3", "gemma", "gemma3_text", "granite", "granitemoehybrid", "olmo2"),
-    *("phi3", "qwen2_moe", "qwen3_moe", "seed_oss", "smollm3", *NESTED),
+    *("phi3", "qwen2_moe", "qwen3_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "seed_oss", "smollm3", *NESTED),
 )
-CLASSIFIED = tuple(family for family in FAMILIES if family not in ("granite", "granitemoehybrid", *NESTED))
+CLASSIFIED = tuple(family for family in FAMILIES if family not in ("granite", "granitemoehybrid", "qwen3_5_moe_text", *NESTED))
 """Families with classifiers."""
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+_DELTA_NET = {
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 OWN = {
     "gemma3_text": {"query_pre_attn_scalar": 12, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
     "granitemoehybrid": {
@@ -36,6 +46,9 @@ OWN = {
     },
     "qwen2_moe": _EXPERTS | {"shared_expert_intermediate_size": 40},
     "qwen3_moe": _EXPERTS,
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 40},
+    "qwen3_next": _EXPERTS | _DELTA_NET | {"shared_expert_intermediate_size": 40},
     "ministral3": {
         "rope_parameters": {
             "rope_theta": 10000.0,
@@ -101,7 +114,7 @@ def numbered(tensors):
     found = {}
     for name, value in tensors.items():
         before, _, module = name.rpartition(".")
-        if value.ndim < 3:
+        if value.ndim < 3 or "conv1d" in name:
             found[name] = value
             continue
         parts = ("gate_proj", "up_proj") if module == "gate_up_proj" else (module,)
@@ -150,11 +163,14 @@ def dense_logits(decoder, ids=IDS):
     def attend(layer, q, k, v):
         k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k) * spec.layers[layer].mixer.scale
-        seen = (distance >= 0) & (distance < (spec.windows[layer] or count))
+        seen = (distance >= 0) & (distance < (spec.layers[layer].mixer.window or count))
         return jnp.einsum("hqk,khd->qhd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 
+    def recur(layer, inputs):
+        return jnp.asarray(sequential(inputs, spec.layers[layer].mixer), jnp.float32)
+
     with jax.default_matmul_precision("highest"):
-        return np.asarray(decoder.logits(decoder(jnp.asarray(ids), jnp.arange(count), attend)))
+        return np.asarray(decoder.logits(decoder(jnp.asarray(ids), jnp.arange(count), attend, recur=recur)))
 
 
 def transformers_model(folder):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shutil
+import struct
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 from unittest.mock import patch
 
 import jax
+import lmdb
 import numpy as np
 
 from chunkattn import Focus, SamplingParams
+from chunkattn.cache.disk.store import KVStore
 from chunkattn.calls.decide_questions import METHODS
 from chunkattn.engine.step import Span, Step, StepArrays
 from chunkattn.focus import MODES
@@ -23,7 +27,7 @@ from tests.fuzz.decisions import Decide
 from tests.fuzz.focus import Choose, can_be_text
 from tests.fuzz.ledger import Ledger
 from tests.fuzz.prompts import Alphabet, Prompt
-from tests.fuzz.rig import POSITIONS, WORDS, Rig
+from tests.fuzz.rig import POSITIONS, TRACKS, WORDS, Rig
 from tests.fuzz.session import Session, report, smallest
 from tests.fuzz.witness import Difference, Witness, check
 
@@ -67,7 +71,11 @@ class Fuzzer:
 
     def _start(self) -> None:
         positions, store = str(self.rng.choice([*POSITIONS])), self._store if self.rng.random() < 0.8 else None
-        self.session = Session(self._rig, self._cold, self._ledger, positions, store, self._alone)
+        tracks: tuple[int, int] | None = None
+        threshold: int | None = None
+        if self._rig.recurrent:
+            tracks, threshold = self._some(TRACKS), self._some((None, None, 10, 50, 64))
+        self.session = Session(self._rig, self._cold, self._ledger, positions, store, self._alone, tracks, threshold)
         # After the first two no chunk prompt has had a second opinion yet, and after the third no decision.
         self._open = {"scoring", "a restart", "cached documents"}
         self._scored = False
@@ -103,6 +111,10 @@ class Fuzzer:
             Difference: an answer or an invariant is wrong.
         """
         weights = _OPERATIONS if self.session.in_flight else _IDLE
+        if self._rig.recurrent:
+            weights = weights | {
+                name: weight for name, weight in _OF_STATES.items() if self.session.in_flight or name != "damage"
+            }
         shares = np.array([*weights.values()])
         name = str(self.rng.choice([*weights], p=shares / shares.sum()))
         self.counts["operations"] += 1
@@ -150,17 +162,19 @@ class Fuzzer:
         self._scored |= isinstance(ask, Score) and ask.algorithm == "prefill_extend"
         self.counts["items first"] += isinstance(ask, Score) and ask.item_first
         self.session.send(ask)
+        if self._rig.recurrent and self.rng.random() < 0.3:  # two need the same states at once
+            self.session.send(ask)
 
     def _ask(self) -> Ask:
         rng, kind = self.rng, self.rng.random()
         salt, priority = self._salt(), int(rng.choice([0, 0, 0, 1, -1]))
         if kind < 0.57:
-            prompt = self.alphabet.prompt()
+            prompt, form = self._with_state(self.alphabet.prompt())
             sampling = SamplingParams(
-                n=int(rng.choice([1, 1, 1, 2, 3])),
+                n=int(rng.choice([1, 1, 1, 2, 3])),  # of recurrent layers, more than the seats are refused
                 seed=int(rng.integers(1 << 40)),
                 temperature=float(rng.choice([0.0, 0.0, 1.0])),
-                max_tokens=int(rng.choice([1, 1, 2, 3, 5, 8])),
+                max_tokens=int(rng.choice([1, 1, 3, 8, 20, 48] if self._rig.recurrent else [1, 1, 2, 3, 5, 8])),
                 ignore_eos=True,
                 logprobs=int(rng.choice([0, 3])),
                 prompt_logprobs=0 if rng.random() < 0.12 else None,
@@ -168,13 +182,28 @@ class Fuzzer:
             )
             if prompt.chunks and POSITIONS[self.session.positions][0] == "shared" and rng.random() < 0.4:
                 return self._choose(prompt, sampling, salt, priority)
-            return Generate(prompt, self._some(prompt.forms), sampling, salt, priority)
+            return Generate(prompt, form or self._some(prompt.forms), sampling, salt, priority)
         if kind < 0.77:
             return self._score(salt, priority)
         if kind < 0.86:
             method, calibrate = self._some(METHODS), bool(rng.random() < 0.3)
-            return Decide(*self.alphabet.decision(), method=method, calibrate=calibrate, salt=salt, priority=priority)
-        return Precompute(*self.alphabet.documents(), pin=bool(rng.random() < 0.25), salt=salt, priority=priority)
+            joins = self._rig.recurrent and bool(rng.random() < 0.9)
+            own = {"method": method, "calibrate": calibrate, "joined": joins}
+            return Decide(*self.alphabet.decision(), **own, salt=salt, priority=priority)
+        keeps = self._rig.recurrent and bool(rng.random() < 0.6)
+        pin = bool(rng.random() < 0.25)
+        return Precompute(*self.alphabet.documents(), pin=pin, salt=salt, priority=priority, keep_states=keeps)
+
+    def _with_state(self, prompt: Prompt) -> tuple[Prompt, str | None]:
+        """Return a prompt, and its form if it has one of its own. Recurrent layers mostly get one that has a state."""
+        prefix, chunks, question = prompt
+        if not self._rig.recurrent or (how := self.rng.random()) < 0.02:
+            return prompt, None
+        if how < 0.3:
+            return Prompt((), (), sum(prompt.parts, ())), None
+        if sum(map(bool, chunks)) < 2:
+            return prompt, None
+        return (prompt, "joined") if how < 0.6 else (Prompt(prefix, (sum(chunks, ()),), question), None)
 
     def _choose(self, prompt: Prompt, sampling: SamplingParams, salt: str | None, priority: int) -> Choose:
         rng = self.rng
@@ -183,6 +212,8 @@ class Fuzzer:
         if len(prompt.question) < 2:
             prompt = prompt._replace(question=prompt.question * 2)
         focus = Focus(int(rng.choice([1, 1, 2, 3])), self._some(MODES), score)
+        if self._rig.recurrent:
+            focus = Focus(1, "only", score)  # a question behind several has no state
         return Choose(prompt, "text" if by_text else "ids", sampling, salt, priority, focus)
 
     def _score(self, salt: str | None, priority: int) -> Score:
@@ -250,6 +281,8 @@ class Fuzzer:
         def build_wrongly(spans: list[Span]) -> Step:
             step = build(spans)
             row, token_ids = int(self.rng.integers(step.num_rows)), step.arrays.token_ids
+            if any(_is_cached(span, row - rows.start) for span, rows in step.rows() if rows.start <= row < rows.stop):
+                return step  # a token that was finite is so again
             token_ids[row] = (token_ids[row] + 1) % WORDS
             self.session.damaged |= {s.sample.request.request_id for s, rows in step.rows() if rows.start <= row < rows.stop}
             damaged.append(row)
@@ -257,7 +290,7 @@ class Fuzzer:
 
         def forward_and_find(arrays: StepArrays) -> tuple[jax.Array, jax.Array]:
             hidden, finite = forward(arrays)
-            return hidden, finite.at[np.asarray(damaged)].set(False)
+            return hidden, finite.at[np.asarray(damaged, int)].set(False)
 
         core._ahead.drop()  # the step is built wrongly and run at once
         with (
@@ -287,6 +320,20 @@ class Fuzzer:
     def _reset(self) -> None:
         self.session.reset()
 
+    def _stop(self) -> None:
+        """End the texts of a call, as stop strings do."""
+        if writing := [c for c in self.session.in_flight if isinstance(c.ask, Generate) and not isinstance(c.ask, Choose)]:
+            self.session.stop(self._some(writing))
+
+    def _spoil(self) -> None:
+        """Damage some of the states in the K/V store."""
+        if self.session.core.disk is None:
+            return
+        store = self.session.core.disk.store
+        chosen = [entry.key for entry in store.entries() if entry.kind == "state" and self.rng.random() < 0.5]
+        spoil(store, chosen)
+        self.counts["spoilt states"] += len(chosen)
+
     def _restart(self) -> None:
         """Finish or abort what runs, close the engine and start another, perhaps with other positions."""
         if self.rng.random() < 0.5:
@@ -296,6 +343,25 @@ class Fuzzer:
         self._hear_others()
         self._end()
         self._start()
+
+
+def _is_cached(span: Span, number: int) -> bool:
+    """Return whether the K/V of a token of a span is computed again, for a state of recurrent layers."""
+    if span.move is None:
+        return False
+    part = span.sample.parts[span.move.part]
+    block, offset = divmod(span.start + number - part.start, span.sample.request.plan.block_size)
+    return part.blocks[block].filled > offset
+
+
+def spoil(store: KVStore, keys: Iterable[bytes]) -> None:
+    """Damage the first array of entries of a K/V store, unless the store is full."""
+    for key in keys:
+        first = key + struct.pack(">I", 0)
+        with suppress(lmdb.MapFullError), store._env.begin(write=True) as txn:
+            raw = bytearray(txn.get(first, db=store._env.data))
+            raw[len(raw) // 2] ^= 4
+            txn.put(first, bytes(raw), db=store._env.data)
 
 
 _OPERATIONS: dict[str, float] = {
@@ -313,6 +379,8 @@ _OPERATIONS: dict[str, float] = {
     "reset": 0.5,
     "restart": 0.5,
 }
+_OF_STATES = {"stop": 2.0, "spoil": 0.5}
+"""Further operations of models with recurrent layers."""
 _IDLE = {
     name: weight for name, weight in _OPERATIONS.items() if name not in ("step", "abort", "preempt", "fail", "poison", "damage")
 }

@@ -12,9 +12,11 @@ from chunkattn.models.packing import Packing
 from tests.fuzz.folders import IDS, SilentDifferenceError, dense_logits
 from tests.fuzz.routers import Routing
 from tests.gguf_converter import architecture_of, head_dim_of
-from tests.gguf_files import ALL, ARCHITECTURES, CONFIGS, HALVES, write
+from tests.gguf_files import ALL, ARCHITECTURES, CONFIGS, HALVES, HYBRIDS, write
 
 TOLERANCE = 1e-3
+_PACKED = 3e-3
+"""Tolerance of hybrids whose rows are rounded to int16: their gates amplify small differences."""
 _LARGE = 1.0
 """Magnitude of weights above which only the loading is judged."""
 KINDS = (Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1)
@@ -110,7 +112,7 @@ def judge(path, seed):
         ("window", WINDOWED),
         ("window of all positions", OTHER_WINDOWS),
         ("scaling none", SCALED),
-        ("no experts", ("qwen3moe",)),
+        ("no experts", ("qwen3moe", "qwen35moe", "qwen3next")),
     )
     for left_out, names in own:
         table = {case: change for case, change in table.items() if case != left_out or name not in names}
@@ -163,6 +165,7 @@ def judge(path, seed):
         return "equal"
     if not routing.largest <= TOLERANCE:
         raise SilentDifferenceError(f"{story}: a router's logit of an expert lies {routing.largest:.2g} below one left out")
-    if not np.abs(found - expected).max() <= TOLERANCE:
+    bound = _PACKED if packing is not None and name in HYBRIDS else TOLERANCE
+    if not np.abs(found - expected).max() <= bound:
         raise SilentDifferenceError(f"{story}: logits differ by {np.abs(found - expected).max():.2g}")
     return "equal"

@@ -16,6 +16,8 @@ from chunkattn.calls.score_memory import item_keys
 from chunkattn.engine import disk_tier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
+from chunkattn.engine.states import Move, Track
+from chunkattn.engine.walks import Walks
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers import choice
 
@@ -142,6 +144,57 @@ def _chosen_salt() -> Any:
     return patch.object(focus_scores, "likelihood_request", request)
 
 
+def _uncommitted() -> Any:
+    """A state counts as computed once its step is on the device."""
+    original = Walks.sent
+
+    def sent(self: Walks, sample: Sample, move: Move) -> None:
+        original(self, sample, move)
+        if move.goal is not None:
+            move.goal.ready = True
+
+    return patch.object(Walks, "sent", sent)
+
+
+def _seat() -> Any:
+    """A forked sample gets the slot of the first, and no seat."""
+    original = Walks.take_forked
+
+    def take_forked(self: Walks) -> list[tuple[int, int, int, int]]:
+        return [(slot, to_seat, to_slot, to_seat) for slot, _, to_slot, to_seat in original(self)]
+
+    return patch.object(Walks, "take_forked", take_forked)
+
+
+def _offset() -> Any:
+    """A part goes on in its middle from the state before its first token."""
+    original = Walks._begin
+
+    def begin(self: Walks, sample: Sample, track: Track) -> bool:
+        begun = original(self, sample, track)
+        part = sample.parts[track.part]
+        if begun and track.planned > part.start:
+            self._drop_source(track)
+            above = part.parents[-1]
+            source = None if above is None else self.states.find(above)
+            track.source = None if source is None else self.states.hold(source)
+        return begun
+
+    return patch.object(Walks, "_begin", begin)
+
+
+def _claim() -> Any:
+    """A sample that stops computing a part keeps its claim."""
+    original = Walks._drop_goal
+
+    def drop_goal(self: Walks, owner: Track | Move) -> None:
+        if isinstance(owner, Track):
+            owner.claimed = None
+        original(self, owner)
+
+    return patch.object(Walks, "_drop_goal", drop_goal)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
@@ -156,8 +209,14 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "order": _order,
     "choice": _choice,
     "chosen salt": _chosen_salt,
+    "uncommitted": _uncommitted,
+    "seat": _seat,
+    "offset": _offset,
+    "claim": _claim,
 }
 """By name: makes a context manager within which the defect is there."""
+OF_STATES = ("uncommitted", "seat", "offset", "claim")
+"""Defects of models with recurrent layers alone."""
 
 
 @contextmanager

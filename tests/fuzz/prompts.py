@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,6 +53,17 @@ class Prompt(NamedTuple):
         if self.chunks and SEPARATOR_ID not in ids:
             forms.append("separated ids")
         return forms
+
+
+def digest(document: Ids) -> bytes:
+    """Return the hash by which documents are sorted."""
+    return blake2b(np.asarray(document, "<i4").tobytes(), digest_size=16).digest()
+
+
+def joined(documents: Sequence[Ids]) -> tuple[Ids, ...]:
+    """Return the only chunk of joined documents; no chunk if all are empty."""
+    chunk = sum(sorted(documents, key=digest), ())
+    return (chunk,) if chunk else ()
 
 
 class Decision(NamedTuple):

@@ -80,7 +80,11 @@ class Routing:
             logits = output[0]
             chosen = output[2].new_tensor(self._take(logits.numpy(), output[2].numpy()))
             factors = logits.softmax(-1).gather(1, chosen)
-            return logits, factors / factors.sum(-1, keepdim=True) if router.norm_topk_prob else factors, chosen
+            return (
+                logits,
+                factors / factors.sum(-1, keepdim=True) if getattr(router, "norm_topk_prob", True) else factors,
+                chosen,
+            )
 
         routers = [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
         hooks = [router.register_forward_hook(take) for router in routers]

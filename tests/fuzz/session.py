@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from chunkattn.engine.messages import (
     ScoreResult,
     TokenOutput,
 )
-from chunkattn.errors import CapacityError
+from chunkattn.errors import CapacityError, RequestError
 from tests.fuzz.alone import Alone
-from tests.fuzz.calls import Ask, Call, Precompute, cacheable, continued, describe, is_private
+from tests.fuzz.calls import Ask, Call, Precompute, cacheable, continued, describe, has_no_state, is_private
+from tests.fuzz.focus import Choose
 from tests.fuzz.ledger import Ledger, exceeds
 from tests.fuzz.rig import PAGES, Rig
 from tests.fuzz.witness import Difference, Witness, check
@@ -37,6 +39,8 @@ class Session:
         positions: name in `POSITIONS`.
         store: folder of the K/V store; None for none.
         alone: judges the bits of every answer; None where they are not promised.
+        tracks: see `Rig.start`.
+        threshold: see `Rig.start`.
 
     Attributes:
         core: the engine.
@@ -54,8 +58,10 @@ class Session:
         positions: str,
         store: Path | None = None,
         alone: Alone | None = None,
+        tracks: tuple[int, int] | None = None,
+        threshold: int | None = None,
     ) -> None:
-        self.core, self.frontend = rig.start(positions, store), rig.frontends[positions]
+        self.core, self.frontend = rig.start(positions, store, tracks, threshold), rig.frontends[positions]
         self._checks = 0
         self.positions, self.stalled = positions, False
         self.answered: list[Call] = []
@@ -74,12 +80,20 @@ class Session:
         return [*dict.fromkeys(self._calls.values())]
 
     def send(self, ask: Ask) -> None:
-        """Send an ask, unless it can never fit the pool."""
+        """Send an ask, unless it can never fit the pool, or has no state in the model."""
+        stateless = self.core.limits.recurrent and not isinstance(ask, Choose) and has_no_state(ask)
         try:
             call = Call(ask, self.frontend)
         except CapacityError:
             self.counts["refused"] += 1
             return
+        except RequestError as error:
+            if not stateless or "recurrent layers" not in str(error):
+                raise
+            self.counts["refused by name"] += 1
+            return
+        if stateless:
+            raise Difference("it has no state, and is not refused", ask)
         self._advance(call)
 
     def _advance(self, call: Call) -> None:
@@ -88,6 +102,8 @@ class Session:
             if (layout := cacheable(request)) is not None:
                 self._ledger.note(self._owner(request.request_id), call.ask.salt, layout)
             self._calls[request.request_id] = call
+            if isinstance(request, PrecomputeRequest) and isinstance(call.ask, Precompute) and call.ask.keep_states:
+                request = replace(request, keep_states=True)
             self.core.add(request)
         if call.done and not isinstance(call.ask, Precompute):
             self.counts["answers"] += 1
@@ -102,6 +118,13 @@ class Session:
             self.core.abort(request_id)
             self._calls.pop(request_id, None)
 
+    def stop(self, call: Call) -> None:
+        """End the texts of a call, as stop strings do."""
+        for request_id in call.open:
+            for sample in range(len(call.samples)):
+                self.core.stop(request_id, sample)
+        self.leave(call)
+
     def step(self) -> None:
         """Run a step and take its outputs."""
         for event in self.core.step():
@@ -110,7 +133,7 @@ class Session:
 
     def _take(self, call: Call, event: EngineOutput) -> None:
         if isinstance(event, RequestFailed):
-            expected = "injected" in event.reason or "pinned" in event.reason
+            expected = "injected" in event.reason or ("pinned" in event.reason and self.core.pins)
             if not (expected if event.finite else event.request_id in self.damaged):
                 raise Difference(f"it fails: {event.reason}", call.ask)
             self.counts["failed"] += 1
@@ -180,6 +203,8 @@ class Session:
         """Reset the cache, as `LLM.reset_prefix_cache` does."""
         self.frontend.scores.forget_cached()
         empty, running = self.core.reset_prefix_cache(), len(self.core.scheduler.running)
+        if empty and (states := self.core.scheduler.states) is not None and states.num_free != states.num_slots:
+            raise Difference("reset_prefix_cache leaves states")
         if empty != (not running):
             raise Difference(f"reset_prefix_cache returns {empty} while {running} requests run")
 
@@ -203,6 +228,11 @@ class Session:
         in_flight = self.core._unchecked is not None or self.core._ahead._planned is not None
         if not in_flight and any(block.planned != block.filled for block in scheduler.trie.blocks()):
             raise Difference("invariant: a block was planned and is not filled")
+        tracks = [s.track for r in scheduler.running for s in r.samples if s.track is not None]
+        owned = {(o.claimed, t) for t in tracks for o in (t, *t.moves) if o.claimed is not None}
+        claims = {(block, block.walker) for block in scheduler.trie.blocks() if block.walker is not None}
+        if not claims <= owned or any(block.walker is not track for block, track in owned):
+            raise Difference("invariant: a claim belongs to no sample that runs")
 
     def drain(self) -> None:
         """Run everything to its end; then every page must be free or cached."""
@@ -218,6 +248,9 @@ class Session:
             raise Difference(f"after {MOST_STEPS} steps there still is work")
         if self.core.scheduler.trie.num_available != PAGES:
             raise Difference("invariant: pages are held though nothing runs")
+        states = self.core.scheduler.states
+        if states is not None and (states.num_free_seats, states.num_available) != (states.num_seats, states.num_slots):
+            raise Difference("invariant: seats or slots are held though nothing runs")
 
     @property
     def restored(self) -> int:
@@ -229,6 +262,8 @@ class Session:
         self.counts["restored parts"] += self.restored
         self.counts["preemptions"] += self.core.scheduler.preemptions
         self.counts["evictions"] += self.core.scheduler.trie.evictions
+        if (states := self.core.scheduler.states) is not None:
+            self.counts["evicted states"] += states.evictions
         self.core.close_disk()
 
 

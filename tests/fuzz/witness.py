@@ -15,15 +15,15 @@ from chunkattn import ChunkLayout, SamplingParams, make_layout
 from chunkattn.config import make_config
 from chunkattn.engine.build import build_core
 from chunkattn.engine.core import EngineCore
-from chunkattn.engine.messages import ScoreRequest, ScoreResult
+from chunkattn.engine.messages import EngineOutput, ScoreRequest, ScoreResult
 from chunkattn.models.loader import open_files
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Sample, Score, continued
 from tests.fuzz.decisions import Decide, expected_answers, numbers_of, prompts, rows_of
 from tests.fuzz.focus import Choose, best, composed, score_of, scored_layout
-from tests.fuzz.rig import VOCAB, Subject
+from tests.fuzz.rig import VOCAB, Subject, forced
 from tests.fuzz.routers import Routing
 
-_MOST_SAMPLED = 16
+_MOST_SAMPLED = 48
 _REMEMBERED = 4000
 _TIES = 0.02
 """Largest share of routers' choices that rounding may change."""
@@ -56,7 +56,8 @@ class ColdEngine:
     """An idle engine without a cache that runs one sequence alone, in one pass under a dense mask.
 
     A dense pass has no pages, spans or schedule, so it shares with the engine under test the model alone. Answers are
-    remembered by content. Where the model has experts, the pass takes over those of an engine with the attention backend and
+    remembered by content. A model with recurrent layers runs the prompt as one part, with the form of these layers that is not
+    under test. Where the model has experts, the pass takes over those of an engine with the attention backend and
     the weights under test.
 
     Attributes:
@@ -69,17 +70,24 @@ class ColdEngine:
     def __init__(self, model: Path, subject: Subject) -> None:
         self.tolerance = subject.tolerance
         self.routing, self._bound = None, subject.router_tolerance
-        self._core = _idle_engine(model, dtype=subject.dtype)
+        self._recurrent = subject.recurrence is not None
+        with forced(None if subject.recurrence is None else "xla" if subject.recurrence == "native" else "native"):
+            self._core = _idle_engine(model, dtype=subject.dtype)
         if subject.experts is not None:
             tested = {"quantization": subject.quantization, "attention_backend": subject.backend, "block_size": subject.block}
-            self.routing, self._tested = Routing(), _idle_engine(model, dtype=subject.dtype, **tested)
+            with forced(subject.recurrence):
+                self.routing, self._tested = Routing(), _idle_engine(model, dtype=subject.dtype, **tested)
         self._known: OrderedDict[tuple, np.ndarray] = OrderedDict()
 
     def logprobs(self, layout: ChunkLayout) -> np.ndarray:
         """See `Witness`."""
+        if self._recurrent:
+            assert sum(map(bool, layout.chunk_lens)) < 2  # so that every token sees all before it
+            layout = replace(layout, prefix_len=0, chunk_lens=(), question_len=len(layout))
         key = layout.token_ids.tobytes(), layout.positions.tobytes(), layout.prefix_len, layout.chunk_lens
         if key not in self._known:
-            every = ScoreRequest("", layout, np.arange(len(layout)), (tuple(range(VOCAB)),), backend="packed_dense")
+            backend = None if self._recurrent else "packed_dense"
+            every = ScoreRequest("", layout, np.arange(len(layout)), (tuple(range(VOCAB)),), backend=backend)
             if self.routing is None:
                 self._known[key] = _run(self._core, every)
             else:
@@ -110,9 +118,11 @@ def _idle_engine(model: Path, **options: Any) -> EngineCore:
 def _run(core: EngineCore, request: ScoreRequest) -> np.ndarray:
     """Return the log-probabilities of one request."""
     core.add(request)
-    (event,) = core.step()
+    events = list[EngineOutput]()
+    while core.has_work:
+        events += core.step()
+    (event,) = events
     assert isinstance(event, ScoreResult), event
-    assert not core.has_work
     return event.logprobs
 
 

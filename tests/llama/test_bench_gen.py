@@ -11,6 +11,7 @@ from chunkattn.tools.bench.gen_peers import make_llama
 from chunkattn.tools.bench.generate import run
 from chunkattn.tools.bench.random_gguf import QUANTS, write_random
 from chunkattn.tools.bench.sizes import FileOptions, Setup, Sizes
+from tests.gguf_files import HYBRIDS
 from tests.llama_cpp import PYTHON
 
 CONFIG = Qwen3Config(
@@ -34,10 +35,14 @@ def interpreter(monkeypatch):
     monkeypatch.setitem(geometry.GEOMETRIES, "quantized", CONFIG)
 
 
-@pytest.mark.parametrize("quant", QUANTS)
-def test_llama_cpp_runs_random_files(quant, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "quant"),
+    [*((CONFIG, quant) for quant in QUANTS), (HYBRIDS["qwen35"], "Q4_K_M"), (HYBRIDS["qwen35moe"], "Q4_K_M")],
+    ids=lambda value: value if isinstance(value, str) else value.model_type,
+)
+def test_llama_cpp_runs_random_files(config, quant, tmp_path):
     path = tmp_path / "model.gguf"
-    write_random(CONFIG, quant, path)
+    write_random(config, quant, path)
     job = BenchJob("decode 3", "tok/s", lambda: None, [[[5, 6, 7, 8]] * 3], 13)
     with make_llama([PYTHON], lambda: path, nullcontext) as peer:
         assert peer.measure(job, "") > 0

@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from chunkattn.config import EngineConfig
 from chunkattn.errors import ModelError
-from chunkattn.models.gguf_spec import GGUFTensors
+from chunkattn.models.gguf_tensors import GGUFTensors
 from chunkattn.models.loader import open_files
 from chunkattn.models.packed import Packed
 from chunkattn.models.packing import Packing

@@ -38,7 +38,7 @@ def main() -> int:
     logging.disable(logging.ERROR)  # hide the injected failures
     with tempfile.TemporaryDirectory() as folder, planted(args.plant):
         model, oracle = make_model(Path(folder), subject), None
-        if args.backend in ("auto", "auto packed"):
+        if args.backend in ("auto", "auto packed", "recurrent"):
             from tests.fuzz.oracle import Transformers
 
             oracle = Transformers(model, subject)

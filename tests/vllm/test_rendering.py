@@ -162,7 +162,7 @@ def test_an_error_is_about_the_form_that_was_sent(make, documents, message):
 
 
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
-def test_focus_is_refused_by_name(make, documents):
+def test_focus_and_joined_documents_are_refused_by_name(make, documents):
     renderer = make(enable_chunk_aware=True)
     chat = ChunkChatRequest(messages=MESSAGES, documents=documents, focus=1)
     with pytest.raises(VLLMValidationError, match="focus is not offered") as refusal:
@@ -171,3 +171,5 @@ def test_focus_is_refused_by_name(make, documents):
     for body in ({"prompt": "Read. # # a # # b # # c?"}, {"chunks": {"documents": DOCUMENTS, "question": QUESTION}}):
         with pytest.raises(VLLMValidationError, match="focus is not offered"):
             asyncio.run(renderer.render_completion(ChunkCompletionRequest(**body, focus={"top_n": 1})))
+        with pytest.raises(VLLMValidationError, match="chunk_mode is not offered"):
+            asyncio.run(renderer.render_completion(ChunkCompletionRequest(**body, chunk_mode="joined")))

@@ -428,6 +428,7 @@ def engine_config(**changes):
         ({"kv_transfer_config__kv_load_failure_policy": "recompute"}, "kv_load_failure_policy"),
         ({"kv_transfer_config__kv_role": "kv_consumer"}, "kv_role"),
         ({"model_config__architecture": "Gemma3ForCausalLM"}, "architecture Gemma3ForCausalLM"),
+        ({"hf_text_config__layer_types": ["linear_attention", "full_attention"]}, r"recurrent layers.* use chunkattn\.LLM"),
         ({"model_config__is_multimodal_model": True}, "multimodal models"),
         ({"model_config__is_hybrid": True}, "hybrid models"),
         ({"kv_cache_config__kv_cache_groups": [SimpleNamespace(kv_cache_spec=None)] * 2}, "hybrid models"),

@@ -52,6 +52,16 @@ def entry_key(
     return model_tag(fingerprint) + digest.digest()
 
 
+def state_key(key: bytes) -> bytes:
+    """Return the key of the state of recurrent layers at the end of a part.
+
+    Args:
+        key: key of the part's K/V.
+    """
+    digest = hashlib.blake2b(key, digest_size=KEY_BYTES - TAG_BYTES, person=b"chunkattn-state")
+    return key[:TAG_BYTES] + digest.digest()
+
+
 @dataclass(frozen=True)
 class StoreEntry:
     """Metadata of one stored entry.
@@ -59,8 +69,8 @@ class StoreEntry:
     Attributes:
         key: 32 bytes.
         model: the model's tag in hex.
-        kind: "prefix" or "chunk".
-        tokens: number of tokens whose K/V the entry holds.
+        kind: "prefix", "chunk", or "state" of recurrent layers at the end of either.
+        tokens: number of tokens whose K/V, or whose state, the entry holds.
         num_bytes: bytes of the arrays.
         created: seconds since the epoch.
         last_used: seconds since the epoch.

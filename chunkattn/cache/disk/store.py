@@ -29,11 +29,22 @@ import xxhash
 
 from chunkattn.cache.disk.environment import Environment, is_damage
 from chunkattn.cache.disk.files import free_bytes, is_full
-from chunkattn.cache.disk.records import FORMAT, KEY_BYTES, TAG_BYTES, Damage, Meta, StoreEntry, entry_key, model_tag, signature
+from chunkattn.cache.disk.records import (
+    FORMAT,
+    KEY_BYTES,
+    TAG_BYTES,
+    Damage,
+    Meta,
+    StoreEntry,
+    entry_key,
+    model_tag,
+    signature,
+    state_key,
+)
 from chunkattn.errors import ConfigError
 from chunkattn.private_files import DISK_FULL, Reserve
 
-__all__ = ["KVStore", "Like", "StoreEntry", "entry_key", "model_tag"]
+__all__ = ["KVStore", "Like", "StoreEntry", "entry_key", "model_tag", "state_key"]
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +201,7 @@ class KVStore(contextlib.AbstractContextManager["KVStore"]):
             key: key from `entry_key`.
             arrays: arrays of any shapes and dtypes except objects.
             tokens: number of tokens whose K/V the arrays hold.
-            kind: "prefix" or "chunk".
+            kind: see `StoreEntry`.
 
         Returns:
             False if the entry exceeds the store's capacity or LMDB refuses it; both are logged.

@@ -38,6 +38,10 @@ _DEFAULT_KV_BYTES = 1 << 30
 """Size of the KV pool of one engine on a CPU by default."""
 _KV_SHARE = 0.5
 """Share of the machine's memory that the KV pools of all replicas may take by default."""
+_DEFAULT_STATE_BYTES = 2 << 30
+"""Size of the states of recurrent layers of one engine on a CPU at most by default."""
+_STATE_SHARE = 0.25
+"""Share of the machine's memory that these states of all replicas may take by default."""
 _ACCELERATORS = {"GPU": ("jax-cuda12-plugin", "jax-cuda13-plugin"), "TPU": ("libtpu",)}
 """Resources of Ray, and the distributions with which JAX uses them."""
 _WATCH_S, _SILENCE_S = 5.0, 60.0
@@ -49,7 +53,8 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
     """Serve `count` replicas until a signal stops the process. Replicas and gateway are started again when they die.
 
     Args:
-        options: arguments of `AsyncLLM`, including the model; `kv_cache_memory_bytes` is the size for each replica.
+        options: arguments of `AsyncLLM`, including the model; `kv_cache_memory_bytes` and `state_cache_memory_bytes` are the
+            sizes for each replica.
         config: options of the server.
         count: number of replicas.
 
@@ -78,6 +83,7 @@ def serve_replicas(options: Mapping[str, Any], config: ServerConfig, count: int)
             engine = {
                 **_absolute(options),
                 "kv_cache_memory_bytes": _kv_bytes(engine_config.kv_cache_memory_bytes, count, resources),
+                "state_cache_memory_bytes": _state_bytes(engine_config.state_cache_memory_bytes, count, resources),
             }
             server = {n: v for n, v in asdict(config).items() if n not in ELSEWHERE}
             gateway = {"document_store": str(Path(config.document_store or f"{folder}/documents").resolve())}
@@ -251,8 +257,32 @@ def _kv_bytes(size: int | None, count: int, resources: Mapping[str, Any]) -> int
     most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size is None:
         return min(_DEFAULT_KV_BYTES, int(most * _KV_SHARE / count))
+    return _checked("kv_cache_memory_bytes", size, count, most)
+
+
+def _state_bytes(size: int | None, count: int, resources: Mapping[str, Any]) -> int | None:
+    """Return the size of the states of recurrent layers of one replica; None for the engine's default.
+
+    Raises:
+        ConfigError: the states do not fit the machine.
+    """
+    if resources.keys() - {"num_cpus"}:
+        return size
+    most = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size is None:
+        share = int(most * _STATE_SHARE / count)
+        return None if share >= _DEFAULT_STATE_BYTES else share
+    return _checked("state_cache_memory_bytes", size, count, most)
+
+
+def _checked(name: str, size: int, count: int, most: int) -> int:
+    """Return the size that an option gives each of `count` replicas.
+
+    Raises:
+        ConfigError: all together exceed the machine's `most` bytes.
+    """
     if size * count > most:
-        text = f"{count} replicas with kv_cache_memory_bytes {size} each need {size * count} bytes"
+        text = f"{count} replicas with {name} {size} each need {size * count} bytes"
         raise ConfigError(f"{text}, this machine has {most}; lower one of the two")
     return size
 

@@ -30,6 +30,7 @@ class ChunkChatRequest(ChatCompletionRequest):
 
     documents: list[Any] | None = None  # ChunkRenderer checks the entries
     focus: Any = None  # ChunkRenderer refuses it
+    chunk_mode: Any = None  # ChunkRenderer refuses "joined"
 
 
 class ChunkCompletionRequest(CompletionRequest):
@@ -38,6 +39,7 @@ class ChunkCompletionRequest(CompletionRequest):
     chunks: Any = None  # ChunkRenderer checks them
     chunk_aware: StrictBool | None = None
     focus: Any = None  # ChunkRenderer refuses it
+    chunk_mode: Any = None  # ChunkRenderer refuses "joined"
 
     @model_validator(mode="before")
     @classmethod

@@ -15,6 +15,7 @@ from chunkattn.errors import RequestError
 from chunkattn.integrations.vllm.engine_client import ChunkedInput, vllm_errors
 from chunkattn.parsers import DocumentPrompt, PromptParser
 from chunkattn.parsers.arguments import check_salt
+from chunkattn.parsers.joined import ISOLATED
 from chunkattn.schema.generation import Chunks, DocumentOrId, PromptDocuments, named_documents, prompts_of, with_stored
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class ChunkRenderer:
             VLLMValidationError: the documents or messages are malformed, or an option cannot be served with documents.
         """
         with vllm_errors():
-            _refuse_focus(request)
+            _refuse_choices(request)
             if request.documents is None:
                 return await self._renderer.render_chat(request, **options)
             _refuse(request, "truncate_prompt_tokens", "use_beam_search", "add_special_tokens")
@@ -111,7 +112,7 @@ class ChunkRenderer:
             VLLMValidationError: a prompt is malformed, or an option cannot be served with chunks.
         """
         with vllm_errors():
-            _refuse_focus(request)
+            _refuse_choices(request)
             chunk_aware, chunks = getattr(request, "chunk_aware", None), getattr(request, "chunks", None)
             split = self._parser.chunk_aware if chunk_aware is None else chunk_aware
             if chunks is None and not (split and request.prompt and self._may_split(request.prompt)):
@@ -215,12 +216,14 @@ def _refuse(request: Any, *names: str) -> None:
             raise RequestError(f"{name} is not offered with chunks", param=name)
 
 
-def _refuse_focus(request: Any) -> None:
-    """Refuse the field `focus`.
+def _refuse_choices(request: Any) -> None:
+    """Refuse the field `focus`, and modes of chunks.
 
     Raises:
-        RequestError: the field is set.
+        RequestError: `focus` is set, or `chunk_mode` joins documents.
     """
+    if getattr(request, "chunk_mode", None) not in (None, ISOLATED):
+        raise RequestError("chunk_mode is not offered by vLLM's server; use chunkattn serve", param="chunk_mode")
     if getattr(request, "focus", None) is not None:
         text = (
             "focus is not offered by vLLM's server: its answers have no place for the choice; use ChunkLLM or chunkattn serve"

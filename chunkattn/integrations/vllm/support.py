@@ -12,6 +12,10 @@ ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "
 """Architectures that the parity tests cover: every layer has full causal attention and the same rotary embedding."""
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Rotary embeddings with one table by position. Others change the table with the length of a prompt, or are untested."""
+RECURRENT = (
+    "recurrent layers, such as Gated DeltaNet: their state after a document cannot be moved or joined to others; "
+    "use chunkattn.LLM, or vLLM without chunkattn for plain prompts"
+)
 CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 
 
@@ -40,6 +44,7 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
             transfer.kv_load_failure_policy != "fail"
         ),
         'kv_role other than "kv_both"': transfer.kv_role != "kv_both",
+        RECURRENT: has_recurrent_layers(text_config),
         f"architecture {model.architecture}; supported are {', '.join(ARCHITECTURES)}": model.architecture not in ARCHITECTURES,
         "multimodal models": model.is_multimodal_model,
         "hybrid models": len(groups) != 1 or model.is_hybrid,
@@ -57,6 +62,16 @@ def check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     for refusal, applies in refusals.items():
         if applies:
             raise UnsupportedError(f"chunked prompts in vLLM do not support {refusal}")
+
+
+def has_recurrent_layers(text_config: Any) -> bool:
+    """Return whether a layer of a model keeps a state instead of K/V.
+
+    Args:
+        text_config: transformers' configuration of the language model.
+    """
+    types = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or ()
+    return any(name.startswith(("linear_attention", "mamba", "recurrent", "conv")) for name in types)
 
 
 def check_layers(layers: list[tuple[Any, torch.Tensor]], num_hidden_layers: int, block_size: int) -> None:

@@ -75,7 +75,8 @@ async def inspect(body: InspectBody, request: Request, state: State, caller: Cal
     prompt: Prompt = next(iter(body.prompts(documents)), {"prompt_token_ids": []})
     caller.take(1)
     values = _VALUES_PER_TOKEN * min(_MAX_SHOWN_TOKENS, state.llm.frontend.parser.max_tokens or _MAX_SHOWN_TOKENS)
-    answer = partial(_inspected, state, prompt, body.chunk_aware, body.add_special_tokens)
+    options = {"chunk_mode": body.chunk_mode, "add_special_tokens": body.add_special_tokens}
+    answer = partial(_inspected, state, prompt, body.chunk_aware, options)
     try:
         return await unless_gone(request, json_answer(state, caller, answer, values, in_thread=True))
     except (ApiError, RequestError) as error:
@@ -93,8 +94,8 @@ def _check_shown(tokens: int, param: str) -> None:
         raise ApiError(400, text, param=param, code="invalid_value")
 
 
-def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None, add_special_tokens: bool) -> dict[str, Any]:
-    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware, add_special_tokens=add_special_tokens)
+def _inspected(state: ServerState, prompt: Prompt, chunk_aware: bool | None, options: dict[str, Any]) -> dict[str, Any]:
+    (parsed,) = state.llm.frontend.parse([prompt], chunk_aware, **options)
     layout, parts = parsed.layout, []
     _check_shown(len(layout), "prompt")
     for segment in layout.segments:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from transformers import Qwen3Config, Qwen3MoeConfig
+from transformers import Qwen3_5TextConfig, Qwen3Config, Qwen3MoeConfig
 
 from chunkattn.backends import make_backend
 from chunkattn.config import EngineConfig
-from chunkattn.engine.build import attention_spec, build_core, enable_compile_cache
+from chunkattn.engine.build import attention_spec, build_core, enable_compile_cache, num_tracks
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
@@ -52,6 +52,12 @@ GEOMETRIES = {
         moe_intermediate_size=768,
         norm_topk_prob=True,
     ),
+    "qwen3.5-0.8b": Qwen3_5TextConfig(
+        architectures=["Qwen3_5ForCausalLM"],
+        tie_word_embeddings=True,
+        **sizes(248320, 1024, 3584, 24, 8, 2, 256, 262144),
+        linear_num_value_heads=16,
+    ),
     "small": Qwen3Config(**sizes(4096, 256, 768, 4, 8, 4, 64, 40960), **_COMMON),
 }
 
@@ -76,12 +82,24 @@ def make_core(geometry: str, num_pages: int, *, dtype: str = "bfloat16", backend
         backend: name of the attention backend.
         **options: other options of the engine.
     """
-    config = EngineConfig(dtype=dtype, **options)
-    spec = spec_of(geometry)
     enable_compile_cache()
-    model = random_decoder(spec, jnp.dtype(dtype))
-    attention = make_backend(backend, attention_spec(config, spec, jnp.dtype(dtype)))
-    return EngineCore(Runner(model, attention, num_pages, config.max_logprobs), config, spec.max_model_len)
+    model = random_decoder(spec_of(geometry), jnp.dtype(dtype))
+    return core_of(model, EngineConfig(dtype=dtype, **options), num_pages, backend)
+
+
+def core_of(model: Decoder, config: EngineConfig, num_pages: int, backend: str = "auto") -> EngineCore:
+    """Return an engine over a decoder.
+
+    Args:
+        model: the decoder.
+        config: options of the engine; `dtype` is the decoder's.
+        num_pages: size of the KV pool in pages.
+        backend: name of the attention backend.
+    """
+    spec = model.spec
+    attention = make_backend(backend, attention_spec(config, spec, model.dtype))
+    runner = Runner(model, attention, num_pages, config.max_logprobs, tracks=num_tracks(config, spec, 1, None).counts)
+    return EngineCore(runner, config, spec.max_model_len)
 
 
 def load_core(gguf: Path, num_pages: int, **options: Any) -> tuple[EngineCore, ModelFiles]:
@@ -100,7 +118,9 @@ def load_core(gguf: Path, num_pages: int, **options: Any) -> tuple[EngineCore, M
     files = open_files(config)
     if files.spec.num_labels is not None:
         raise ConfigError(f"{gguf} is a classifier; pass the file of a language model")
-    per_page = page_bytes(make_backend("auto", attention_spec(config, files.spec, files.dtype)), files.spec.num_layers)
+    per_page = page_bytes(
+        make_backend("auto", attention_spec(config, files.spec, files.dtype)), len(files.spec.attention_layers)
+    )
     return build_core(replace(config, kv_cache_memory_bytes=num_pages * per_page), files), files
 
 

@@ -19,6 +19,8 @@ from gguf import (
 from gguf.quants import dequantize, quantize
 
 from chunkattn.models.families import spec_from_config
+from chunkattn.models.mixers import EXACT, RECURRENT, GatedDeltaNet
+from chunkattn.models.stored_rows import stored_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,6 +31,10 @@ _MIXTURES = {"Q4_K_S": "Q4_K", "Q4_K_M": "Q4_K", "Q5_K_S": "Q5_K", "Q5_K_M": "Q5
 QUANTS = (*_UNQUANTIZED, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL", *_MIXTURES, "Q6_K")
 """Quantisations that `write_random` knows."""
 
+_NEVER_QUANTIZED = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight")
+"""Ends of the names of routers, of gates of shared experts and of taps."""
+_FUSED = {"Q4_K_M": "Q5_K", "Q5_K_M": "Q6_K"}
+"""Type of the tensor with queries, keys and values of a recurrent layer, by quantisation."""
 _MOST_COLUMNS = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
 """Type of a matrix whose rows do not divide into blocks of 256."""
 _DEVIATION = 0.02
@@ -47,6 +53,10 @@ _SCALES = {
 """Offsets in a block of its float16 scale and, where there is one, of its minimum. Every other byte may have any value."""
 _MINIMA = {"Q4_1": -7.5, "Q5_1": -15.5, "Q4_K": 7.5, "Q5_K": 15.5}
 """Ratio of the minimum to the scale that centres uniform codes on zero."""
+_DECAYS = (-4.0, 1.0)
+"""Range of `A_log` of random recurrent layers: some heads remember a hundred tokens."""
+_HYBRIDS = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe"}
+"""`general.architecture` of families with recurrent layers, by `model_type`."""
 _PIECE = 1 << 24
 """Unquantised weights that are made at a time."""
 
@@ -65,7 +75,7 @@ def tensor_type(quant: str, name: str, shape: tuple[int, ...], *, layers: int, t
     """
     if len(shape) < 2:
         return "F32"
-    if name.endswith("ffn_gate_inp.weight"):  # a router
+    if name.endswith(_NEVER_QUANTIZED):
         return "F32"
     if quant in _UNQUANTIZED:
         return quant
@@ -85,6 +95,8 @@ def tensor_type(quant: str, name: str, shape: tuple[int, ...], *, layers: int, t
 
 def _layer_type(quant: str, chosen: str, part: str, number: int, layers: int) -> str:
     """Return the type of a matrix of a layer, where `chosen` is the type of most tensors."""
+    if part == "attn_qkv":
+        return _FUSED.get(quant, chosen)
     eighth = layers // 8
     has_more = number < eighth or number >= 7 * layers // 8 or (number - eighth) % 3 == 2
     if quant in ("Q4_K_M", "Q5_K_M") and part in ("attn_v", "ffn_down") and has_more:
@@ -151,18 +163,24 @@ def write_random(config: PretrainedConfig, quant: str, path: Path) -> None:
     Raises:
         ModelError: the configuration is not supported.
     """
-    spec, architecture = spec_from_config(config), str(config.model_type).replace("_moe", "moe")
+    spec, kind = spec_from_config(config), str(config.model_type)
+    architecture = _HYBRIDS.get(kind, kind.replace("_moe", "moe"))
     writer = GGUFWriter(path, architecture)
     writer.add_file_type(LlamaFileType["ALL_F32" if quant == "F32" else f"MOSTLY_{quant}"])
     writer.add_block_count(spec.num_layers)
     writer.add_context_length(spec.max_model_len)
     writer.add_embedding_length(spec.hidden_size)
     num_heads, num_kv_heads, head_dim = spec.heads
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(getattr(config, "intermediate_size", config.hidden_size))
     if experts := spec.layers[0].experts:
         writer.add_expert_count(experts.count)
         writer.add_expert_used_count(experts.used)
         writer.add_expert_feed_forward_length(experts.size)
+        if experts.shared is not None:
+            writer.add_expert_shared_feed_forward_length(experts.shared.size)
+    if (mixer := spec.recurrent) is not None:
+        _add_recurrence(writer, mixer, [isinstance(layer.mixer, GatedDeltaNet) for layer in spec.layers])
+        writer.add_rope_dimension_count(int(head_dim * config.rope_parameters.get("partial_rotary_factor", 1.0)))
     writer.add_head_count(num_heads)
     writer.add_head_count_kv(num_kv_heads)
     writer.add_key_length(head_dim)
@@ -171,22 +189,40 @@ def write_random(config: PretrainedConfig, quant: str, path: Path) -> None:
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     _add_words(writer, spec.vocab_size)
     places = get_tensor_name_map(next(k for k, name in MODEL_ARCH_NAMES.items() if name == architecture), spec.num_layers)
-    tensors: list[tuple[str, tuple[int, ...]]] = []
-    for parameter, shape in spec.parameters().items():
+    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    stored, shapes = stored_rows(spec), spec.parameters()
+    for parameter, shape in {stored[name].name: (stored[name].stored, *rest) for name, (_, *rest) in shapes.items()}.items():
         module, _, leaf = parameter.rpartition(".")
-        name = f"{places.get_name(module)}.{leaf}"
+        if parameter.endswith(EXACT):
+            name = f"{places.get_name(f'{module}.dt_proj')}.bias" if leaf == "dt_bias" else f"{places.get_name(parameter)}"
+        else:
+            name = f"{places.get_name(module)}.{leaf}"
         kind = tensor_type(quant, name, shape, layers=spec.num_layers, tied=spec.tie_embeddings)
         block, size = GGML_QUANT_SIZES[number := GGMLQuantizationType[kind]]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), math.prod(shape) // block * size, number)
-        tensors.append((kind, shape))
+        tensors.append((parameter, kind, shape))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     rng = np.random.default_rng()
-    for kind, shape in tensors:  # one tensor is in memory at a time
+    for parameter, kind, shape in tensors:  # one tensor is in memory at a time
+        if parameter.endswith(f"{RECURRENT}A_log"):
+            writer.write_tensor_data(-np.exp(rng.uniform(*_DECAYS, shape)).astype(np.float32))
+            continue
         rows = (math.prod(shape[:-1]), shape[-1])
         writer.write_tensor_data(np.ones(shape, np.float32) if len(shape) == 1 else random_rows(kind, rows, rng))
     writer.close()
+
+
+def _add_recurrence(writer: GGUFWriter, mixer: GatedDeltaNet, recurrent: list[bool]) -> None:
+    """Add the sizes of recurrent layers, and which layers are."""
+    writer.add_ssm_conv_kernel(mixer.taps)
+    writer.add_ssm_state_size(mixer.key_dim)
+    writer.add_ssm_group_count(mixer.key_heads)
+    writer.add_ssm_time_step_rank(mixer.value_heads)
+    writer.add_ssm_inner_size(mixer.value_dim * mixer.value_heads)
+    writer.add_full_attention_interval(recurrent.index(False) + 1)
+    writer.add_rope_dimension_sections([11, 11, 10, 0])
 
 
 def _add_words(writer: GGUFWriter, size: int) -> None:

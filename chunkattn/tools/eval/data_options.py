@@ -30,7 +30,7 @@ Data = Annotated[
 ]
 ENGINE = (
     "tokenizer document_template chat_template dtype weights activations quantization adapter kv_cache_dtype "
-    "attention_backend tensor_parallel_size kv_cache_memory_bytes"
+    "attention_backend tensor_parallel_size kv_cache_memory_bytes state_cache_memory_bytes"
 )
 """Options of the engines of both commands."""
 NO_CHUNK_LIMIT = (1 << 31) - 1
