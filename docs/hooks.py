@@ -186,7 +186,20 @@ class _Listed(dict[str, list[str]]):
         self.setdefault(place, []).append(names)
 
     def __str__(self) -> str:
-        return "\n".join(f"- {place}: {', '.join(names)}" for place, names in self.items())
+        lines = []
+        for place, names in self.items():
+            has_all = _flags_of(place) == {flag for text in names for flag in text.split(", ")}
+            lines.append(f"- {place}: {'all' if has_all else ', '.join(names)}")
+        return "\n".join(lines)
+
+
+@cache
+def _flags_of(place: str) -> set[str]:
+    """Return every flag that the options page shows behind a link, in code spans; none for other links."""
+    if place == "[Gateway](options.md#gateway)":  # its table has no flags
+        return set()
+    parameters = [p for command in commands().values() for p in command.params if p.param_type_name == "option"]
+    return {flag for p in parameters if _option_place(p) == place for flag in _flags(p).split(", ")}
 
 
 def _option_place(parameter: Any) -> str:
