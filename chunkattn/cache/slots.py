@@ -89,6 +89,7 @@ def plan_slots(
         starts = np.cumsum(lens) - lens
     within = np.arange(len(layout)) - np.repeat(np.cumsum(lens) - lens, lens)
     is_chunk = np.pad(np.ones(layout.num_chunks, bool), (1, len(lens) - 1 - layout.num_chunks))
+    is_chunk[-1] |= aligned and apart and not layout.num_chunks  # has the bits of a chunk
     return SlotPlan(
         slots=(np.repeat(starts, lens) + within).astype(np.int32),
         row_start=np.repeat(np.where(is_chunk, starts, 0), lens).astype(np.int32),

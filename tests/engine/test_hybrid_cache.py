@@ -83,7 +83,7 @@ def test_an_interrupt_at_a_fork_leaves_no_copy_behind(llm, monkeypatch):
 @pytest.mark.parametrize("item_first", [False, True])
 def test_scores_have_the_same_bits_by_every_algorithm(llm, item_first):
     """An item, even an empty one, has the bits of an item behind the query's state, whatever computes both."""
-    query, *items = drawn(1, 97, 33, 1, 70, 5)
+    query, *items = drawn(1, 50, 33, 1, 70, 5, 200)
     items.append([])
     found = {}
     for algorithm in ("serial", "packed_segment", "prefill_extend"):
@@ -229,6 +229,22 @@ def test_an_aborted_request_holds_no_state(tight):
     while core.has_work:
         events += core.step()
     assert [type(event) for event in events] == [ScoreResult]
+
+
+def test_pinned_states_that_leave_too_few_are_named(tight):
+    """A request that lacks states because of pins says so."""
+    core, (ids, documents) = tight.core, drawn(10, 20, 30)
+    layout = make_layout(documents[:10], [documents[10:20], documents[20:]], [], "offset")
+    core.add(PrecomputeRequest("pinned", layout, pin=True, keep_states=True))
+    while core.has_work:
+        core.step()
+    answer(tight, ids, max_tokens=1)  # one slot is left
+    score = make_layout(ids[:10], [], ids[10:])
+    core.add(ScoreRequest("scored", score, np.array([19]), ((1, 2),)))
+    (failed,) = core.step()
+    assert "states of pinned documents leave too few" in failed.reason
+    assert "state_cache_memory_bytes" in failed.reason
+    core.unpin(["pinned"])
 
 
 def test_the_state_used_last_is_evicted_last():
