@@ -201,6 +201,12 @@ class States:
         self._idle.pop(kept, None)
         return kept
 
+    def touch(self, kept: KeptState) -> None:
+        """Count a state as used now, so that others are evicted before it."""
+        if kept in self._idle:
+            del self._idle[kept]
+            self._idle[kept] = None
+
     def let_go(self, kept: KeptState) -> None:
         """Undo `hold`. A state that was never computed is freed with its last holder."""
         kept.refs -= 1

@@ -50,6 +50,9 @@ class Walks:
         if tracks > states.num_free_seats or tracks + len(fresh) > states.num_available:
             self._let_go(request)
             return False
+        for part in (part for sample in request.samples for part in sample.parts):
+            for kept in (kept for block in part.blocks for kept in (block.states or {}).values()):
+                states.touch(kept)  # no track of the request shall take what the request may go on from
         for block in fresh:
             kept = states.keep(block, block.size)
             assert kept is not None
