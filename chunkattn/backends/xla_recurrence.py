@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from chunkattn.backends.base import on_cpu
 from chunkattn.backends.recurrence import (
     BLOCK,
+    NO_WALK,
     Inputs,
     Recurrence,
     RecurrentCache,
@@ -74,6 +75,7 @@ class XlaRecurrence(Recurrence):
 
     def build(self, walks: Int32[np.ndarray, "B 8"], num_rows: int) -> Pieces:
         """Return the pieces of a step; see `Recurrence.build`."""
+        walks = walks if len(walks) else np.array([NO_WALK], np.int32)
         # XLA:CPU takes as long for pieces together as one by one.
         together, lanes = (1, 1) if on_cpu() else (MOST_PREPARED, num_lanes(num_rows, len(walks)))
         return cut(self.spec, walks, num_rows, self._num_lanes or together, self._num_lanes or lanes)
@@ -345,10 +347,11 @@ def _advance(
 
     inverse, q_k = jnp.split(prepared.factors, 2, -1)
     since, until = prepared.since[..., None], prepared.until[..., None]
-    both = jnp.concatenate([q_by_value, k_by_value], 2)
+    # Decays enter before the products: XLA:CPU may or may not fuse a product and a sum, as the rows of a seat have it.
+    both = jnp.concatenate([since * q_by_value, since * k_by_value], 2)
     q_state, k_state = jnp.split(_product("ghid,ghde->ghie", both, state), 2, 2)
-    values = _product("ghij,ghje->ghie", inverse, given.swapaxes(1, 2) - since * k_state)
-    out = since * q_state + _product("ghij,ghje->ghie", q_k, values)
+    values = _product("ghij,ghje->ghie", inverse, given.swapaxes(1, 2) - k_state)
+    out = q_state + _product("ghij,ghje->ghie", q_k, values)
     after = since[:, :, -1:] * state + _product("ghjd,ghje->ghde", k_by_value, until * values)
 
     out = out.swapaxes(1, 2)

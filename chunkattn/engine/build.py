@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from chunkattn.backends import AttentionSpec, make_backend
 from chunkattn.backends.base import FP8
+from chunkattn.backends.cpu.recurrence import NativeRecurrence
 from chunkattn.backends.recurrent import make_recurrence
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.config import EngineConfig
@@ -25,6 +26,7 @@ from chunkattn.engine.kv_pool import page_bytes
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.self_check import checked
 from chunkattn.engine.state_pool import state_bytes
+from chunkattn.engine.states import MOST_SOURCES
 from chunkattn.errors import ConfigError
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.packing import Packing, forms_of
@@ -35,8 +37,6 @@ from chunkattn.user_cache import compile_cache
 logger = logging.getLogger(__name__)
 
 _DEFAULT_KV_BYTES, _DEFAULT_STATE_BYTES = 1 << 30, 2 << 30
-_KEPT_OF_PROMPT = 3
-"""States at the ends of parts that one prompt needs at most."""
 _DEFAULT_KV_TOKENS = 1 << 18
 _STEP_SHARE, _MOST_STEP_BYTES = 0.15, 6 << 30
 """Share of an accelerator's memory that steps have, and the bytes that suffice them on a large device."""
@@ -91,6 +91,7 @@ def build_core(config: EngineConfig, files: ModelFiles, tell: Tell | None = None
     # The weights are loaded first: the pool takes a share of the memory that they leave. The backend limits the page count.
     per_page, bytes_left = page_bytes(backend, len(files.spec.attention_layers)), _bytes_left(shards)
     tracks = num_tracks(config, files.spec, shards.size, bytes_left)
+    tracks = tracks._replace(slots=shards.least(tracks.slots), seats=shards.least(tracks.seats))
     if bytes_left is not None:
         bytes_left -= tracks.num_bytes
     num_pages = shards.least(min(_num_pages(config, per_page, spec.block_size, shards, bytes_left), backend.max_pages))
@@ -98,6 +99,8 @@ def build_core(config: EngineConfig, files: ModelFiles, tell: Tell | None = None
     runner = Runner(decoder, backend, num_pages, config.max_logprobs, config.batch_invariant, tell, slots, tracks.counts)
     if not shards.agree(runner.invariance.holds):
         raise ConfigError("the processors of the hosts add up in different orders; set batch_invariant=False on all of them")
+    if runner.states is not None and not shards.agree(isinstance(runner.states.recurrence, NativeRecurrence)):
+        raise ConfigError("some hosts lack the native library for recurrent layers; install it on all of them")
     return EngineCore(runner, config, max_model_len, DiskTier(store, runner) if store else None, loaded)
 
 
@@ -207,16 +210,16 @@ def num_tracks(config: EngineConfig, model: DecoderSpec, num_devices: int, bytes
     if model.recurrent is None:
         return Tracks()
     slot, seat = state_bytes(make_recurrence(model.recurrent.recurrence(num_devices)), len(model.recurrent_layers))
-    least, memory = seat + (1 + _KEPT_OF_PROMPT) * slot, config.state_cache_memory_bytes
+    least, memory = seat + (1 + MOST_SOURCES) * slot, config.state_cache_memory_bytes
     if memory is None:
         most = _DEFAULT_STATE_BYTES if bytes_left is None else bytes_left // 4
-        memory = max(least, min(most, config.max_num_seqs * (seat + (1 + _KEPT_OF_PROMPT) * slot)))
+        memory = max(least, min(most, config.max_num_seqs * (seat + (1 + MOST_SOURCES) * slot)))
     if memory < least:
         raise ConfigError(
-            f"state_cache_memory_bytes {memory} is less than the {least} bytes that one prompt needs: {1 + _KEPT_OF_PROMPT} "
+            f"state_cache_memory_bytes {memory} is less than the {least} bytes that one prompt needs: {1 + MOST_SOURCES} "
             f"states of {slot} bytes and the {seat} of its open block"
         )
-    seats = max(1, min(config.max_num_seqs, (memory - _KEPT_OF_PROMPT * slot) // (seat + 2 * slot)))
+    seats = max(1, min(config.max_num_seqs, (memory - MOST_SOURCES * slot) // (seat + 2 * slot)))
     tracks = Tracks((memory - seats * seat) // slot, seats, slot, seat)
     text = "states: %d slots and %d seats, %.2f GiB on each device"
     logger.info(text, *tracks.counts, tracks.num_bytes / 2**30)

@@ -140,7 +140,10 @@ class DiskTier:
             return
         assert self.states is not None
         assert self.state_pool is not None
-        kept = self.states.find(block) or self.states.keep(block, block.size, ready=True)
+        kept = self.states.find(block)
+        if kept is not None and kept.ready:
+            return
+        kept = kept or self.states.keep(block, block.size, ready=True)
         if kept is not None:
             self.state_pool.write(kept.slot, arrays)
             kept.ready = True

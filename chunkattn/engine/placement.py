@@ -42,7 +42,6 @@ class Placement:
         Returns:
             Whether there was room.
         """
-        self.lacks_states = False
         for sample in request.samples:
             if not self._place(sample, headroom):
                 self.release(request)

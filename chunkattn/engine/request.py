@@ -61,6 +61,7 @@ class Request:
         kept_states: ids of the chunks whose states the cache holds, -1 for the prefix, once known of a precompute request; None
             before, and without recurrent layers.
         spare_tracks: tracks of samples still to be created, in a model with recurrent layers.
+        heirs: places of the parts that begin at the end of a block, by the block, in such a model.
         root: private root of the trie, or None if the request shares the cache.
         finite_end: token index of the first token whose values are not finite; the request has failed there.
         added_at: arrival in seconds on the clock of `time.perf_counter`.
@@ -103,6 +104,7 @@ class Request:
         self._keys: dict[tuple[int, int], tuple[int, bytes]] = {}
         self.samples, self.spares = [Sample(self, 0)], list[Block]()
         self.sources, self.spare_tracks = list[KeptState](), list[Track]()
+        self.heirs: dict[Block, list[int]] = {}
         self.kept_states: set[int] | None = None
         self.root: Block | None = None
         self.finite_end, self.preemptions, self.known_stats = sys.maxsize, 0, (0, 0)

@@ -171,9 +171,11 @@ class Scheduler:
 
     def _place(self, request: Request) -> bool:
         pages, samples, *_ = self._room(request)
+        self.placement.lacks_states = False
         if request.num_samples > samples or (self._adapters is not None and not self._adapters.take(request, self.holders())):
             return False
         if self.walks is not None and not self.walks.may_take(request):  # or pages would be evicted in vain
+            self.placement.lacks_states = True
             return False
         return self.placement.place(request, headroom=self.trie.num_available - pages)
 
@@ -191,7 +193,8 @@ class Scheduler:
             return False
         if self.walks is not None:
             tracks = sum(len(r.samples) + len(r.spare_tracks) for r in worse)
-            kept = sum(len(r.sources) for r in worse)
+            held_by_worse = Counter(kept for r in worse for kept in r.sources)
+            kept = sum(state.refs == refs for state, refs in held_by_worse.items())
             for needed, room in zip(self.walks.needs(request), (seats + tracks, slots + tracks + kept), strict=True):
                 if needed > room:
                     return False

@@ -64,7 +64,7 @@ class StatePool:
             self.reset()
 
     def reset(self) -> None:
-        """Allocate new slots and seats of zeros; `KVPool.reset` tells the other hosts."""
+        """Allocate new slots and seats of zeros; `Runner.reset` tells the other hosts."""
         self.caches = []  # frees the old pool before the new pool is allocated
         self.caches = [self._allocate() for _ in range(self._num_layers)]
 

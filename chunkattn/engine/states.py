@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 from chunkattn.backends.recurrence import Walk
 from chunkattn.cache.trie import Block
 
+MOST_SOURCES = 3
+"""States at the ends of parts that one prompt needs at most: after prefix, chunk and the beginning of its question."""
+
 
 @dataclass(eq=False)
 class KeptState:

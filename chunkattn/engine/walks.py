@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from chunkattn.backends.recurrence import BLOCK
 from chunkattn.cache.trie import Block
 from chunkattn.engine.request import Part, Request, Sample
-from chunkattn.engine.states import KeptState, Move, States, Track
+from chunkattn.engine.states import MOST_SOURCES, KeptState, Move, States, Track
 from chunkattn.layout import PREFIX_ID, QUESTION_ID
 
 Emit = Callable[[Sample, Move, int], bool]
@@ -61,6 +61,10 @@ class Walks:
         for sample in request.samples:
             sample.track = made.pop()
         request.spare_tracks = made
+        request.heirs = {}
+        for number, part in enumerate(request.samples[0].parts):
+            if (above := part.parents[-1]) is not None:
+                request.heirs.setdefault(above, []).append(number)
         return True
 
     def may_take(self, request: Request) -> bool:
@@ -82,8 +86,9 @@ class Walks:
 
     def needs(self, request: Request) -> tuple[int, int]:
         """Return the seats, and at most the slots, that placing a request takes."""
-        pins = request.precompute is not None and request.precompute.pin
-        kept = len(request.segments) if pins else min(len(request.segments) - 1, 3)
+        message = request.precompute
+        pins = message is not None and message.pin and message.keep_states
+        kept = len(request.segments) if pins else min(len(request.segments), MOST_SOURCES)
         return request.num_samples, request.num_samples + kept
 
     def give_back(self, request: Request) -> None:
@@ -122,13 +127,9 @@ class Walks:
         return self.states.keep(block, offset, track.slot, ready=True)
 
     def pin(self, request: Request) -> None:
-        """Free the tracks of a completed request, and hold the states at the ends of its parts."""
+        """Free the tracks of a completed request, which goes on holding its states."""
         for sample in request.samples:
             self.end(sample)
-            for part in sample.parts:
-                kept = self.states.find(part.blocks[-1])
-                if kept is not None and kept.ready and kept not in request.sources:
-                    request.sources.append(self.states.hold(kept))
 
     def fork(self, first: Sample, sample: Sample, track: Track) -> None:
         """Give a sample the place of the one that computed its prompt; the device copies slot and seat."""
@@ -214,7 +215,7 @@ class Walks:
         if above is not None and above.page >= 0 and not (source and source.ready):
             return False
         block, offset, keep_at = self._goal(sample, track.part)
-        if block is not None and block.walker not in (None, track):
+        if block is not None and block.walker is not None:  # a repeated chunk waits for the first one
             return False
         at = 0
         for reached, kept in self._inside(part, self._end(sample, track.part) - part.start):
@@ -259,7 +260,8 @@ class Walks:
         """
         part, request = sample.parts[number], sample.request
         if self._grows(sample, number):
-            tokens = (len(request.layout) - part.start - 1) // BLOCK * BLOCK
+            size = self._block_size  # a page of the prompt that is not full is in no trie
+            tokens = (len(request.layout) - part.start - 1) // size * size // BLOCK * BLOCK
             block, offset = self._place(part, tokens) if tokens else (None, 0)
         else:
             tokens, block = self._end(sample, number) - part.start, part.blocks[-1]
@@ -282,11 +284,9 @@ class Walks:
 
     def _is_source(self, sample: Sample, number: int) -> bool:
         """Return whether a part that is still to be computed goes on from the end of this part."""
-        last, parts = sample.parts[number].blocks[-1], sample.parts
-        return any(
-            part.parents[-1] is last and not (sample.request.precompute and self._passes(sample, later))
-            for later, part in enumerate(parts[number + 1 :], number + 1)
-        )
+        request = sample.request
+        heirs = request.heirs.get(sample.parts[number].blocks[-1], ())
+        return any(later > number and not (request.precompute and self._passes(sample, later)) for later in heirs)
 
     def _keeps(self, sample: Sample, number: int) -> bool:
         """Return whether the cache keeps the state at the end of a part of a prompt."""

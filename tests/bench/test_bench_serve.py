@@ -653,7 +653,7 @@ def test_a_wrong_key_is_told():
         (["--document-pool", "-1"], "--document-pool must be 0"),
         (["--generation", "text"], "choose one of chunks, prompt, chat"),
         (["--scoring", "tei"], "choose one of rerank, score, pairs, generative_scoring"),
-        (["--geometry", "large"], "choose one of qwen3-0.6b, qwen3-30b-a3b, small"),
+        (["--geometry", "large"], "choose one of qwen3-0.6b, qwen3-30b-a3b, qwen3.5-0.8b, small"),
         (["--geometry", "small", "--model", "x"], "not both"),
         (["--api-key", "k"], "--api-key belongs to the server at --url"),
         (["--server-option", "demo"], "--server-option takes one option"),

@@ -4,6 +4,7 @@
 // of a vector. Rows and columns are computed together only to share loads, so no cut of a walk into steps changes a bit.
 // Source: Gated Delta Networks, arXiv:2412.06464, in the chunkwise form of arXiv:2406.06484.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -180,6 +181,7 @@ class RecurrentHeads {
   // Sets the decays of the block, and the write strengths of its new rows.
   void prepare_gates(int head) {
     constexpr double kLog2E = 1.4426950408889634;
+    constexpr float kLeastDecay = -128;
     const float rate = -std::exp(given_.a_log[head]), bias = given_.dt_bias[head];
     const int64_t rows = int64_t(walk_.seat) * kRecurrentBlock;
     float *const seat = walk_.seat < 0 ? nullptr : given_.decay + rows * given_.value_heads + head;
@@ -193,7 +195,9 @@ class RecurrentHeads {
         if (finite(i)) {
           const int64_t at = int64_t(row_of(i)) * given_.value_heads + head;
           const float x = given_.a[at] + bias;
-          decay = rate * (x > 20.f ? x : std::log1p(std::exp(x))), strength_[i] = 1.f / (1.f + std::exp(-given_.b[at]));
+          // A state that decays by more is gone; sums of such decays stay finite.
+          decay = std::max(rate * (x > 20.f ? x : std::log1p(std::exp(x))), kLeastDecay);
+          strength_[i] = 1.f / (1.f + std::exp(-given_.b[at]));
         }
         if (open_) seat[i * given_.value_heads] = decay;
       }
