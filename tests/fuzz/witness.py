@@ -110,7 +110,7 @@ class ColdEngine:
 
 def _idle_engine(model: Path, **options: Any) -> EngineCore:
     """Return an engine without a cache that computes a prompt in one step."""
-    options |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 1 << 19, "skip_tokenizer_init": True}
+    options |= {"enable_prefix_caching": False, "kv_cache_memory_bytes": 1 << 20, "skip_tokenizer_init": True}
     config = make_config(str(model), options)
     return build_core(config, open_files(config))
 
