@@ -89,7 +89,7 @@ class Layer:
 
     def reset(self):
         self.cache, self.at = self.form.allocate(self.slots, self.slots), {}
-        # What earlier requests have left matters to nobody.
+        # Begin with garbage in slots and seats, as earlier requests leave it.
         self.cache = jax.tree.map(lambda x: jnp.full_like(x, 7), self.cache)
 
     def walk(self, part, count, slot=None, source=-1, **more):
