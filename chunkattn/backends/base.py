@@ -240,6 +240,7 @@ class AttentionBackend(ABC):
         any_table_width: whether `forward` costs the same for page tables of any width `W`. Steps then all have the widest.
         narrowest_table: number of entries below which narrower page tables are not faster.
         prepares_heads: whether `forward_inputs` works.
+        advances: whether `advance` works, so that one program runs several decodes. Without, every decode is a step.
         heads_first: whether a page of the default cache holds the tokens of a KV head side by side.
         checked_by_auto: whether an engine with `attention_backend="auto"` first compares the backend with `xla` on its device.
         smallest_step: rows to which smaller steps are padded.
@@ -253,6 +254,7 @@ class AttentionBackend(ABC):
     any_table_width: bool = False
     narrowest_table: ClassVar[int] = 32
     prepares_heads: ClassVar[bool] = False
+    advances: bool = False
     heads_first: ClassVar[bool] = False
     checked_by_auto: ClassVar[bool] = False
     smallest_step: ClassVar[int] = 8
@@ -312,6 +314,27 @@ class AttentionBackend(ABC):
         Returns:
             A pytree of arrays whose sizes follow from `T`, `S` and `W` alone.
         """
+
+    def build_decodes(self, batch: AttentionBatch) -> Metadata:
+        """Build the arrays for `advance`, on the host.
+
+        Args:
+            batch: first step of a run of decodes. Row `i` is the only row of sequence `i`, and sees every valid slot up to its
+                own. The page tables have the pages of all steps of the run.
+        """
+        return self.build_metadata(batch)
+
+    def advance(self, decodes: Metadata, steps: Int32[Array, ""], used: Bool[Array, " T"]) -> Metadata:
+        """Return the metadata of a later step of a run of decodes, for `forward`. Traced.
+
+        Every row moves by one slot a step. Rows that have ended move on, too: their sequences still hold the pages.
+
+        Args:
+            decodes: result of `build_decodes`.
+            steps: steps since the first.
+            used: whether a row is in use; the rows of padding come last.
+        """
+        raise NotImplementedError
 
     @abstractmethod
     def forward(

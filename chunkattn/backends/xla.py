@@ -131,6 +131,8 @@ class _Kind(NamedTuple):
 class XlaBackend(PortableBackend):
     """The portable backend, which `auto` falls back to on every platform."""
 
+    advances = True
+
     def build_metadata(self, batch: AttentionBatch) -> TileMetadata:
         """Cut the batch into tasks; see `AttentionBackend.build_metadata`."""
         rows, seqs = len(batch.row_seq), len(batch.prefix_end)
@@ -155,6 +157,18 @@ class XlaBackend(PortableBackend):
             page_len=batch.page_len,
             weighing=weighing,
             page_position=batch.page_positions() if self.spec.windowed else None,
+        )
+
+    def advance(self, decodes: TileMetadata, steps: Int32[Array, ""], used: Bool[Array, " T"]) -> TileMetadata:
+        """Move the rows and the ends of their own parts; see `AttentionBackend.advance`."""
+        few, size = decodes.few, self.spec.block_size
+        more, own = jnp.where(used, steps, 0), few.end == decodes.row_slot[few.row] + 1
+        slot = decodes.row_slot + more
+        page = jnp.take_along_axis(decodes.block_tables[decodes.row_seq], (slot // size)[:, None], axis=1)[:, 0]
+        return decodes._replace(
+            few=few._replace(end=few.end + jnp.where(own & (few.size > 0), steps, 0)),
+            row_slot=slot,
+            flat_slots=jnp.where(used, page * size + slot % size, -1),
         )
 
     def forward(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Int32
 
 from chunkattn.backends.base import (
     KV,
@@ -41,6 +42,7 @@ class CpuBackend(AttentionBackend):
     keeps_bits = True
     weighs = True
     prepares_heads = True
+    advances = True
     heads_first = True
     any_table_width = True
     smallest_step = 1
@@ -70,6 +72,11 @@ class CpuBackend(AttentionBackend):
         of_rows, tables = (batch.row_seq, batch.row_slot, batch.row_start), (batch.block_tables, batch.page_len)
         page_position = batch.page_positions() if self.spec.windowed else None
         return (num_rows, *of_rows, batch.prefix_end, *tables), batch.weighing, page_position
+
+    def advance(self, decodes: Metadata, steps: Int32[Array, ""], used: Bool[Array, " T"]) -> Metadata:
+        """Move the rows; see `AttentionBackend.advance`."""
+        (num_rows, seq, slot, *others), *more = decodes
+        return (num_rows, seq, slot + jnp.where(used, steps, 0), *others), *more
 
     def forward(
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: Metadata, *, scale: float, window: int | None = None
