@@ -132,6 +132,8 @@ class EngineConfig:
             programs are compiled.
         max_decode_gap_s: limit in seconds on the expected time of a step while text is generated. Steps with prompts or
             items are cut to the largest token bucket within the limit, and to no less than 128 tokens.
+        num_scheduler_steps: most tokens that every sequence generates in one program, up to 16, while nothing waits and the
+            program is short. The tokens are those of single steps. 1 runs single steps.
         max_queued_requests: number of calls that an `AsyncLLM` accepts at once; further calls are refused.
         engine_hang_timeout_s: seconds without a sign of life, or in one step that is not compiling, after which an
             `AsyncLLM` restarts its engine process. Choose more than the longest step takes on your machine.
@@ -198,6 +200,7 @@ class EngineConfig:
     warmup: bool | None = None
     warmup_tokens: int | None = None
     max_decode_gap_s: float = 0.5
+    num_scheduler_steps: int = 16
     max_queued_requests: int = 1024
     engine_hang_timeout_s: float = 60.0
     kv_cache_dtype: str = "auto"

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from chunkattn.options import as_help, descriptions
+
+
+class ManyHistogram(Histogram):
+    """Histogram that observes an amount several times at the cost of one observation."""
+
+    def observe_many(self, amount: float, count: int) -> None:
+        """Observe `amount` `count` times."""
+        self._sum.inc(amount * count)
+        self._buckets[bisect_left(self._upper_bounds, amount)].inc(count)
 
 
 class DescribedMetrics:
@@ -30,9 +40,9 @@ class DescribedMetrics:
         """Return a new gauge."""
         return Gauge(self._prefix + name, self._help(name), labels, registry=self.registry)
 
-    def histogram(self, name: str, *labels: str) -> Histogram:
+    def histogram(self, name: str, *labels: str) -> ManyHistogram:
         """Return a new histogram."""
-        return Histogram(self._prefix + name, self._help(name), labels, buckets=self._buckets, registry=self.registry)
+        return ManyHistogram(self._prefix + name, self._help(name), labels, buckets=self._buckets, registry=self.registry)
 
     def _help(self, name: str) -> str:
         return as_help(self._texts[name]).removesuffix(".")

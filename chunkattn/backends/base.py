@@ -324,14 +324,14 @@ class AttentionBackend(ABC):
         """
         return self.build_metadata(batch)
 
-    def advance(self, decodes: Metadata, steps: Int32[Array, ""], used: Bool[Array, " T"]) -> Metadata:
+    def advance(self, decodes: Metadata, steps: Int32[Array, " T"], used: Bool[Array, " T"]) -> Metadata:
         """Return the metadata of a later step of a run of decodes, for `forward`. Traced.
 
-        Every row moves by one slot a step. Rows that have ended move on, too: their sequences still hold the pages.
+        Every row moves by one slot a step, until its sequence has ended.
 
         Args:
             decodes: result of `build_decodes`.
-            steps: steps since the first.
+            steps: steps that each row has moved on since the first; 0 for padding.
             used: whether a row is in use; the rows of padding come last.
         """
         raise NotImplementedError

@@ -159,14 +159,13 @@ class XlaBackend(PortableBackend):
             page_position=batch.page_positions() if self.spec.windowed else None,
         )
 
-    def advance(self, decodes: TileMetadata, steps: Int32[Array, ""], used: Bool[Array, " T"]) -> TileMetadata:
+    def advance(self, decodes: TileMetadata, steps: Int32[Array, " T"], used: Bool[Array, " T"]) -> TileMetadata:
         """Move the rows and the ends of their own parts; see `AttentionBackend.advance`."""
         few, size = decodes.few, self.spec.block_size
-        more, own = jnp.where(used, steps, 0), few.end == decodes.row_slot[few.row] + 1
-        slot = decodes.row_slot + more
+        own, slot = few.end == decodes.row_slot[few.row] + 1, decodes.row_slot + steps
         page = jnp.take_along_axis(decodes.block_tables[decodes.row_seq], (slot // size)[:, None], axis=1)[:, 0]
         return decodes._replace(
-            few=few._replace(end=few.end + jnp.where(own & (few.size > 0), steps, 0)),
+            few=few._replace(end=few.end + jnp.where(own & (few.size > 0), steps[few.row], 0)),
             row_slot=slot,
             flat_slots=jnp.where(used, page * size + slot % size, -1),
         )

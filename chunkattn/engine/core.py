@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from chunkattn.config import EngineConfig
 from chunkattn.engine.adapters import LoadedAdapters, LostAdapterError
 from chunkattn.engine.ahead import Ahead
 from chunkattn.engine.compile_clock import COMPILING
+from chunkattn.engine.decode_program import STEPS
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.isolation import Isolation, not_finite, stuck
 from chunkattn.engine.limits import EngineLimits
@@ -29,9 +30,10 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import accept_token, cached_tokens, collect, read_step, request_stats
+from chunkattn.engine.readout import accept_tokens, cached_tokens, collect, read_step, request_stats, split_at_stops
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
+from chunkattn.engine.runs import Run, RunResult, Runs
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.states import States
 from chunkattn.engine.step import SampleRow, Span, Step, StepBuilder
@@ -54,6 +56,7 @@ class EngineCore:
         warm_ups: warm-up of the compiled programs.
         scheduler: scheduler of the requests; also counts waiting and running requests and holds the cache.
         runner: runner of the model; also counts the compiled programs.
+        runs: planner of runs of decodes.
         metrics: Prometheus metrics of this engine.
         adapters: adapters that requests may name; None for an engine without.
     """
@@ -106,7 +109,11 @@ class EngineCore:
             slot_of=None if adapters is None else adapters.slot_of,
             recurrence=None if runner.states is None else runner.states.recurrence,
         )
-        self.warm_ups = WarmUp(runner, self.builder, self.meter, with_store=disk is not None, longest=config.warmup_tokens)
+        most = min(config.num_scheduler_steps, STEPS) if runner.decodes and config.num_scheduler_steps > 1 else 0
+        self.runs = Runs(self.scheduler, self.builder, runner, most, config.max_num_seqs)
+        self.warm_ups = WarmUp(
+            runner, self.builder, self.runs, self.meter, with_store=disk is not None, longest=config.warmup_tokens
+        )
         self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
         self._ahead = Ahead(self.scheduler, self.builder)
@@ -256,33 +263,23 @@ class EngineCore:
         read = 0 if self.adapters is None else self.adapters.num_read
         try:
             self._take_read()
-            planned = self._ahead.take()
-            spans = planned.spans if planned else self._schedule()
+            planned, run = self._ahead.take(), None
+            if planned is None:
+                self._place()
+                run = None if self.isolation.has_suspects else self.runs.take()
+            spans = planned.spans if planned else run.spans if run else self._schedule()
             self._concerned = [span.sample.request for span in spans]
             if self.adapters is not None and self.adapters.num_read > read:
                 began = time.perf_counter()  # the rates of steps count no reading of files
-            if spans:
-                step = planned or self.builder.build(spans)
-                self.metrics.host_time.observe(time.perf_counter() - began)
-                self.meter.add(began, len(step.arrays.token_ids), step.area)
-                hidden, finite = self.runner.forward(step.arrays)
-                self.scheduler.sent(spans)
-                self._check_last()
-                self.metrics.count_step(step)
-                self._conclude(step, hidden, finite)
-                # The time of a step counts when its results have arrived, without compilation, on the engine's backend.
-                new = self.runner.compiles.total() - compiled
-                if new:
-                    logger.info("a step compiled or loaded %d programs, in %.1f s", new, time.perf_counter() - began)
-                if new or step.arrays.backend is not None:
-                    self.meter.forget()
-                elif step.is_read:
-                    self.meter.finish()
-                self.metrics.steps.inc()
-                self.metrics.step_time.observe(time.perf_counter() - began)
+            if run is not None:
+                self._decode(run, began)
+            elif spans:
+                self._compute(planned or self.builder.build(spans), began, compiled)
             else:
                 self._check_last()
                 self.meter.finish()  # the device is idle
+            if (new := self.runner.compiles.total() - compiled) and spans:
+                logger.info("a step compiled or loaded %d programs, in %.1f s", new, time.perf_counter() - began)
             self.isolation.step_done(self._is_alive, len(spans))
         except Exception as error:
             if self._ends_hosts(error):
@@ -294,8 +291,41 @@ class EngineCore:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def _compute(self, step: Step, began: float, compiled: int) -> None:
+        """Compute a step and conclude it.
+
+        Args:
+            step: the step.
+            began: time at which the host began, in seconds on the clock of `time.perf_counter`.
+            compiled: number of programs compiled then.
+        """
+        self.runs.slow_down()
+        self.metrics.host_time.observe(time.perf_counter() - began)
+        self.meter.add(began, len(step.arrays.token_ids), step.area)
+        hidden, finite = self.runner.forward(step.arrays)
+        self.scheduler.sent(step.spans)
+        self._check_last()
+        self.metrics.count_step(step)
+        self._conclude(step, hidden, finite)
+        # The time of a step counts when its results have arrived, without compilation, on the engine's backend.
+        if self.runner.compiles.total() > compiled or step.arrays.backend is not None:
+            self.meter.forget()
+        elif step.is_read:
+            self.meter.finish()
+            self.runs.note(step, time.perf_counter() - began)
+        self.metrics.steps.inc()
+        self.metrics.step_time.observe(time.perf_counter() - began)
+
     def _schedule(self) -> list[Span]:
-        """Place waiting requests and plan a step. Return its spans; empty if there is nothing to compute."""
+        """Plan a step. Return its spans; empty if there is nothing to compute."""
+        self._concerned = []
+        spans = self.scheduler.plan(self._rows_beside_decodes)
+        if not spans and self._unchecked is None:
+            self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
+        return spans
+
+    def _place(self) -> None:
+        """Place waiting requests, and end those that can never be placed."""
         self._admit()
         while request := self.scheduler.stuck:
             lacks_states = self.scheduler.placement.lacks_states
@@ -303,11 +333,6 @@ class EngineCore:
             self._outputs.append(stuck(request, lacks_states=lacks_states))
             self._admit()
         self._finish_precomputed()
-        self._concerned = []
-        spans = self.scheduler.plan(self._rows_beside_decodes)
-        if not spans and self._unchecked is None:
-            self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
-        return spans
 
     def _rows_beside_decodes(self) -> int:
         return self.meter.rows_within(self.config.max_decode_gap_s)
@@ -317,7 +342,7 @@ class EngineCore:
 
         An error waits for the end of the readout, whose programs the hosts of the model run together.
         """
-        if self.isolation.has_suspects:
+        if self.isolation.has_suspects or self.runs.expects():
             return
         try:
             self._ahead.plan(step, self._rows_beside_decodes, self._is_alive)
@@ -354,7 +379,7 @@ class EngineCore:
         self._fork([row for row, _, _ in drawn])
         self._finish_scored(step, taken)
         for row, token, logprobs in drawn:
-            if ended := accept_token(row, token, logprobs, self._outputs, self.metrics):
+            if ended := accept_tokens(row, (token,), logprobs, self._outputs, self.metrics):
                 self._finish(ended)
         self._finish_precomputed()
 
@@ -369,6 +394,21 @@ class EngineCore:
             bool `[T]`, whether the values of a row count.
         """
         failed = step.not_finite(finite)
+        self._fail(failed)
+        complete = self.scheduler.commit()
+        if failed or not complete:  # some tokens are computed again
+            self._ahead.drop()
+        self._discard(failed)
+        if self.disk is not None:
+            self.disk.save(step.spans)
+        return np.ones(len(finite), bool) if complete and not failed else step.computed_rows(self._is_alive)
+
+    def _fail(self, failed: Mapping[Request, tuple[int, int]]) -> None:
+        """End requests with a token whose values are not finite.
+
+        Args:
+            failed: for each request index and id of its first such token.
+        """
         for request, (index, token_id) in failed.items():
             request.finite_end = min(request.finite_end, index)
             if self._is_alive(request):
@@ -376,16 +416,69 @@ class EngineCore:
                 self._end(request, "failed")
                 self.metrics.non_finite.inc()
                 self._outputs.append(not_finite(request, token_id, self.runner.dtype))
-        complete = self.scheduler.commit()
-        if failed or not complete:  # some tokens are computed again
-            self._ahead.drop()
-        for request in failed:  # forget what it computed, in memory and on disk
+
+    def _discard(self, failed: Iterable[Request]) -> None:
+        """Forget what failed requests computed, in memory and on disk."""
+        for request in failed:
             self.scheduler.placement.discard(request, [*self.scheduler.running, *self.scheduler.pinned])
             if self.disk is not None:
                 self.disk.discard(request)
-        if self.disk is not None:
-            self.disk.save(step.spans)
-        return np.ones(len(finite), bool) if complete and not failed else step.computed_rows(self._is_alive)
+
+    def _decode(self, run: Run, began: float) -> None:
+        """Wait for a run of decodes, and hand its tokens to their requests. The next run is planned meanwhile.
+
+        Args:
+            run: the run; it may be on the device already.
+            began: time at which the host began, in seconds on the clock of `time.perf_counter`.
+        """
+        if run.decoded is None:
+            self.runs.send(run)
+        host = time.perf_counter() - began
+        self._check_last()
+        self.runs.follow(run)
+        result = self.runs.read(run)
+        failed = self._failed_in(run, result)
+        kept = [row for row, tokens in enumerate(result.tokens) if tokens and run.rows[row].is_placed]
+        self._commit_run(run, result, [row for row in kept if run.rows[row].sample.request not in failed])
+        for row in sorted(kept, key=lambda row: len(result.tokens[row])):  # in the order of their ends
+            sample, tokens = run.rows[row].sample, tuple(result.tokens[row])
+            if sample.request in failed:  # the last decode fails for all of its samples
+                tokens = tokens[: result.number - 1]
+            logprobs = None if sample.params.logprobs is None else result.logprobs_of(row, sample.params.logprobs)
+            for part, values in split_at_stops(sample, tokens, logprobs):
+                if ended := accept_tokens((row, sample, sample.number), part, values, self._outputs, self.metrics):
+                    self._finish(ended)
+        self._fail(failed)
+        self._discard(failed)
+        if run.is_timed:
+            self.meter.record(result.number, run.size * result.number, result.seconds)
+        if result.number:
+            counts = [len(result.tokens[row]) for row in kept]
+            self.metrics.count_run(run.size, counts, result.number, time.perf_counter() - began, host)
+
+    def _failed_in(self, run: Run, result: RunResult) -> dict[Request, tuple[int, int]]:
+        """Return the requests with a value that is not finite in a run, as `Step.not_finite` does."""
+        failed: dict[Request, tuple[int, int]] = {}
+        for row, tokens, is_finite in zip(run.rows, result.tokens, result.finite, strict=True):
+            if not is_finite and row.is_placed:
+                last = tokens[-1] if tokens else row.sample.output_ids[-1]
+                failed.setdefault(row.sample.request, (row.sample.num_tokens - 1 + len(tokens), last))
+        return failed
+
+    def _commit_run(self, run: Run, result: RunResult, rows: Sequence[int]) -> None:
+        """Mark the decodes of rows as computed. Blocks that they fill are published under the tokens of the run."""
+        spans = list[Span]()
+        try:
+            for row in rows:
+                sample, tokens = run.rows[row].sample, result.tokens[row]
+                spans.append(Span(sample, sample.num_tokens - 1, sample.num_tokens - 1 + len(tokens)))
+                sample.output_ids += tokens[:-1]
+            self.scheduler.commit_decodes(spans)
+            if self.disk is not None:
+                self.disk.save(spans)
+        finally:
+            for row in rows:
+                del run.rows[row].sample.output_ids[run.rows[row].length :]
 
     def _finish_scored(self, step: Step, taken: np.ndarray) -> None:
         """End the scoring requests whose last token is computed.
@@ -495,6 +588,7 @@ class EngineCore:
         COMPILING.settle()
         self.meter.forget()
         self._ahead.forget()
+        self.runs.forget()
         self.runner.while_waiting = self._unchecked = self._planning_error = None
         for request in failed:
             if self.disk is not None:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 
 import jax
 
 from chunkattn.engine.core import EngineCore
+from chunkattn.engine.decode_program import DecodeArrays, Decoded
 from chunkattn.engine.host_calls import (
     CopyPages,
     CopyStates,
+    Decode,
     Forward,
     HostCall,
     ReadClasses,
+    ReadDecodes,
     ReadHidden,
     ReadLabels,
     ReadSample,
@@ -38,6 +42,8 @@ class Follower:
         self._runner, self._builder = core.runner, core.builder
         self._structures: dict[tuple[int, str | None], jax.tree_util.PyTreeDef] = {}
         self._hidden: jax.Array
+        self._runs, self._unread = core.runs, deque[Decoded]()
+        self._structures_of_runs: dict[int, jax.tree_util.PyTreeDef] = {}
         self._waits_for_pool = False
 
     def run(self, call: HostCall) -> None:
@@ -68,10 +74,13 @@ class Follower:
         match call:
             case Forward():
                 self._hidden, _ = runner.forward(self._arrays(call))
+            case Decode():
+                self._unread.append(runner.decode(self._decodes(call), continues=call.continues))
+            case ReadDecodes():
+                jax.block_until_ready(self._unread.popleft())  # type: ignore[no-untyped-call]
             case ReadSample(rows, fields, edits, with_logprobs):
-                parameters = None if fields is None else SampleInput(*fields)
                 changes = None if edits is None else Edits(*edits)
-                runner.sample(self._hidden, rows, parameters, changes, with_logprobs)
+                runner.sample(self._hidden, rows, SampleInput(*fields), changes, with_logprobs)
             case ReadLabels(rows, labels, raw):
                 (runner.label_logits if raw else runner.label_logprobs)(self._hidden, rows, labels)
             case ReadClasses(rows):
@@ -90,7 +99,17 @@ class Follower:
                 assert runner.states is not None
                 runner.states.copy(tracks)
             case ResetPool():
+                self._unread.clear()
                 runner.reset()
+
+    def _decodes(self, call: Decode) -> DecodeArrays:
+        """Return the arrays of a run, whose structure follows from the number of rows."""
+        rows = len(call.leaves[0])
+        if rows not in self._structures_of_runs:
+            empty = self._runs.empty(rows, self._builder.width_buckets[0])
+            self._structures_of_runs[rows] = jax.tree.structure(empty)
+        arrays: DecodeArrays = jax.tree.unflatten(self._structures_of_runs[rows], call.leaves)
+        return arrays
 
     def _arrays(self, call: Forward) -> StepArrays:
         """Return the arrays of a step. Their structure follows from backend and number of rows, as compiled programs do."""

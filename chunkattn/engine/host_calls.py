@@ -28,18 +28,36 @@ class Forward:
 
 
 @dataclass(frozen=True)
+class Decode:
+    """Call of `Runner.decode`.
+
+    Attributes:
+        leaves: arrays of `DecodeArrays`, in the order of JAX's trees.
+        continues: see `Runner.decode`.
+    """
+
+    leaves: Arrays
+    continues: bool
+
+
+@dataclass(frozen=True)
+class ReadDecodes:
+    """Call of `Runner.read_decodes` of the oldest run that has not been read."""
+
+
+@dataclass(frozen=True)
 class ReadSample:
     """Call of `Runner.sample` of the last hidden states.
 
     Attributes:
         rows: see `Runner.sample`.
-        parameters: fields of `SampleInput`, or None.
+        parameters: fields of `SampleInput`.
         edits: fields of `Edits`, or None.
         with_logprobs: see `Runner.sample`.
     """
 
     rows: tuple[int, ...]
-    parameters: Arrays | None
+    parameters: Arrays
     edits: Arrays | None
     with_logprobs: bool
 
@@ -119,7 +137,7 @@ class ResetPool:
 
 
 Readout = ReadSample | ReadLabels | ReadClasses | ReadHidden | ReadTokens
-HostCall = Forward | Readout | WarmPicks | WarmReadout | CopyPages | CopyStates | ResetPool
+HostCall = Forward | Decode | ReadDecodes | Readout | WarmPicks | WarmReadout | CopyPages | CopyStates | ResetPool
 
 
 Tell = Callable[[HostCall], None]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter, generate_latest
 
@@ -112,6 +112,22 @@ class EngineMetrics(DescribedMetrics):
         for kind, count in (("decode", decodes), ("score", scored), ("prefill", rows - decodes - scored)):
             self.tokens.labels(kind).inc(count)
         self.padding.inc(len(step.arrays.token_ids) - rows)
+
+    def count_run(self, size: int, tokens: Sequence[int], number: int, seconds: float, host: float) -> None:
+        """Count a run of decodes as so many steps.
+
+        Args:
+            size: number of rows, padding included.
+            tokens: number of tokens of each row.
+            number: number of decodes.
+            seconds: seconds that the run took.
+            host: seconds of them before the run was sent.
+        """
+        self.tokens.labels("decode").inc(sum(tokens))
+        self.padding.inc(size * number - sum(tokens))
+        self.steps.inc(number)
+        self.step_time.observe_many(seconds / number, number)
+        self.host_time.observe_many(host / number, number)
 
     def text(self, scheduler: Scheduler, warm_ups: WarmUp, compiles: Mapping[str, int], store: Mapping[str, int]) -> str:
         """Return the metrics in Prometheus' text format, after copying the counts that other objects keep.

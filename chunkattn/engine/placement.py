@@ -231,17 +231,21 @@ class Placement:
     def _new(self, request: Request, size: int) -> Block:
         return self.trie.new(size, keep=request.shares)
 
-    def grow(self, sample: Sample) -> bool:
-        """Provide a slot for one more token. Return whether a page was available."""
+    def lacks(self, sample: Sample, more: int = 0) -> int:
+        """Return how many pages a sample lacks for its tokens and `more`."""
         part = sample.parts[-1]
-        if sample.num_tokens - part.start <= len(part.blocks) * self.block_size:
-            return True
-        if not self.trie.num_available:
+        return max(-(-(sample.num_tokens + more - part.start) // self.block_size) - len(part.blocks), 0)
+
+    def grow(self, sample: Sample, more: int = 0) -> bool:
+        """Provide slots for a sample's tokens and `more`. Return whether there were pages; without, none is taken."""
+        lacking = self.lacks(sample, more)
+        if lacking > self.trie.num_available:
             return False
-        block = self._new(sample.request, self.block_size)
-        part.blocks.append(block)
-        sample.pages[sample.num_pages] = block.page
-        sample.num_pages += 1
+        for _ in range(lacking):
+            block = self._new(sample.request, self.block_size)
+            sample.parts[-1].blocks.append(block)
+            sample.pages[sample.num_pages] = block.page
+            sample.num_pages += 1
         return True
 
     def shrink(self, samples: Iterable[Sample]) -> None:

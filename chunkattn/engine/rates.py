@@ -90,9 +90,23 @@ class RateMeter:
     def finish(self) -> None:
         """Record the time of the added steps, when the device has just finished them."""
         if self._pending[0]:
-            seen = np.append(self._pending, time.perf_counter() - self._began)
-            self._seen[bool(self._pending[2])].append(seen)
-            self._pending, self._rates = np.zeros(3), None
+            self._record(self._pending, time.perf_counter() - self._began)
+            self._pending = np.zeros(3)
+
+    def record(self, steps: int, rows: int, seconds: float) -> None:
+        """Record the time of steps without tiles.
+
+        Args:
+            steps: number of steps.
+            rows: number of rows of all steps, padding included.
+            seconds: time that the steps took.
+        """
+        if steps:
+            self._record(np.array([steps, rows, 0.0]), seconds)
+
+    def _record(self, features: np.ndarray, seconds: float) -> None:
+        self._seen[bool(features[2])].append(np.append(features, seconds))
+        self._rates = None
 
     def forget(self) -> None:
         """Discard the added steps, because their time includes the compilation of a program."""

@@ -200,26 +200,30 @@ def prompt_output(request: Request, rows: dict[int, Any]) -> PromptLogprobsOutpu
     return PromptLogprobsOutput(request.request_id, TokenLogprobs(target, rank, top_ids, top), known)
 
 
-def accept_token(
-    row: SampleRow, token: int, logprobs: TokenLogprobs | None, outputs: list[EngineOutput], metrics: EngineMetrics
+def accept_tokens(
+    row: SampleRow,
+    drawn: tuple[int, ...],
+    logprobs: TokenLogprobs | None,
+    outputs: list[EngineOutput],
+    metrics: EngineMetrics,
 ) -> Sample | None:
-    """Append a sampled token to its sample and to the outputs. Return the sample if the token is its last.
+    """Append sampled tokens to their sample and to the outputs. Return the sample if the last token ends it.
 
     A request that only reads its prompt ends by its length. Its output has no token, and its sample a placeholder.
 
     Args:
-        row: row that the token is sampled from.
-        token: the token.
-        logprobs: log-probabilities of the token, if requested.
+        row: row that the tokens are sampled from.
+        drawn: the tokens, of which none but the last ends the sample.
+        logprobs: log-probabilities of the tokens, if requested.
         outputs: outputs of the step.
         metrics: metrics of the engine.
     """
     _, computed_by, number = row
     request, params, now = computed_by.request, computed_by.params, time.perf_counter()
     sample = next(s for s in request.samples if s.number == number)
-    length, cached = len(sample.output_ids) + 1, None
-    stats = None
-    if length == 1:
+    length, cached = len(sample.output_ids) + len(drawn), None
+    stats, is_first = None, not sample.output_ids
+    if is_first:
         cached = cached_tokens(request)
         if number == 0:
             if not request.prompt_only:
@@ -227,12 +231,11 @@ def accept_token(
                 metrics.first_token.observe(now - request.added_at)
             metrics.count_cached(cached, request.layout)
     else:
-        metrics.inter_token.observe(now - sample.last_token_at)
+        metrics.inter_token.observe_many((now - sample.last_token_at) / len(drawn), len(drawn))
     sample.last_token_at = now
-    if length == 1 or request.known_stats != (COMPILING.count, request.preemptions):
+    if is_first or request.known_stats != (COMPILING.count, request.preemptions):
         stats = request_stats(request)
-    tokens: tuple[int, ...] = (token,)
-    finish_reason, stop_reason = None, None
+    tokens, token, finish_reason, stop_reason = drawn, drawn[-1], None, None
     if request.prompt_only:  # nothing was sampled
         tokens, finish_reason = (), "length"
     elif length > params.min_tokens:
@@ -243,9 +246,22 @@ def accept_token(
     if finish_reason is None and length >= request.max_tokens:
         finish_reason = "length"
     # Adjacent statements leave an interrupt little time between them.
-    sample.output_ids.append(token)
+    sample.output_ids += drawn
     outputs.append(TokenOutput(request.request_id, number, tokens, logprobs, finish_reason, stop_reason, cached, stats))
     return sample if finish_reason else None
+
+
+def split_at_stops(
+    sample: Sample, tokens: tuple[int, ...], logprobs: TokenLogprobs | None
+) -> Iterator[tuple[tuple[int, ...], TokenLogprobs | None]]:
+    """Yield tokens and their log-probabilities for one output each: one by one if a stop string may end the text at any."""
+    if not sample.params.stop:
+        if tokens:
+            yield tokens, logprobs
+        return
+    for number, token in enumerate(tokens):
+        values = None if logprobs is None else TokenLogprobs(*(x[number : number + 1] for x in logprobs))
+        yield (token,), values
 
 
 def request_stats(request: Request) -> RequestStats:

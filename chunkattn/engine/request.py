@@ -194,6 +194,13 @@ class Request:
         """
         return self.score is not None and self.score.state_len > 0 and number == len(self.segments) - 2
 
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Return the tokens that end a text of `min_tokens` tokens."""
+        if self.sampling is None:
+            return frozenset()
+        return frozenset(self.sampling.stop_token_ids) | (frozenset() if self.sampling.ignore_eos else self.eos_token_ids)
+
     def key_of(self, sample: Sample, start: int, width: int) -> tuple[int, bytes]:
         """Return position and tokens of a block, cached for prompt blocks because admission may ask repeatedly.
 

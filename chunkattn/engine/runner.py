@@ -17,9 +17,12 @@ from chunkattn.backends.cpu import label_readout
 from chunkattn.backends.recurrence import Inputs, RecurrentCache
 from chunkattn.backends.recurrent import make_recurrence
 from chunkattn.backends.registry import ON_REQUEST, get_backend
+from chunkattn.engine.decode_program import DecodeArrays, Decoded, DecodeProgram, Fed
 from chunkattn.engine.host_calls import (
+    Decode,
     Forward,
     ReadClasses,
+    ReadDecodes,
     ReadHidden,
     ReadLabels,
     ReadSample,
@@ -138,10 +141,23 @@ class Runner:
         params, pool = [self._partition(*of) for of in model.weights.items()], self._cache_partitions
         head = [self._partition(model.head_name, model.head)]
         stacks = {} if slots is None else slots.partitions
-        step = self.shards.map(self._trace_step, [params, pool, stacks], (WHOLE, WHOLE, pool))
+        step = self.shards.map(self._trace_counted, [params, pool, stacks], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
         self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
         program = partial(self.compiles.jit, shards=self.shards)
+        self._decode: DecodeProgram | None = None
+        if backend.advances and not self.invariance.one_size and self.states is None and model.spec.num_labels is None:
+            self._decode = DecodeProgram(
+                self._trace_step,
+                self._trace_logits,
+                backend,
+                self.shards,
+                (params, pool, stacks),
+                num_top=self.max_logprobs,
+                head=self._head_place,
+                compiles=self.compiles,
+            )
+        self._fed: dict[int, Fed] = {}  # what the last run left, by number of rows
         self._gather = program("gather", lambda hidden, rows: hidden[rows])
         self._sample = program("sample", self._trace_sample, inputs=[head], static_argnames="with_logprobs")
         self._logits = program("sample", self._trace_logits, inputs=[head])
@@ -171,6 +187,44 @@ class Runner:
         return hidden, finite
 
     @property
+    def decodes(self) -> bool:
+        """Return whether `decode` works."""
+        return self._decode is not None
+
+    def decode(self, arrays: DecodeArrays, *, continues: bool) -> Decoded:
+        """Run several decodes, without waiting for the device.
+
+        Args:
+            arrays: arrays of the run; its K/V is written to the pool.
+            continues: whether rows continue those of the last run, which had as many.
+        """
+        assert self._decode is not None
+        if self.tell:
+            self.tell(Decode(tuple(map(np.asarray, jax.tree.leaves(arrays))), continues))
+        rows = len(arrays.left)
+        if rows not in self._fed:
+            self._fed[rows] = Fed(*(self.shards.zeros((rows,), of) for of in (np.int32, bool)))
+        decoded, self._fed[rows], caches = self._decode.run(self._params, self.caches, self._stacks, self._fed[rows], arrays)
+        self._take(caches)
+        if not on_cpu():
+            decoded.table.copy_to_host_async()
+        return decoded
+
+    def read_decodes(self, decoded: Decoded, *, with_logprobs: bool) -> tuple[np.ndarray, TokenLogprobs | None]:
+        """Wait for the values of a run, and return them on the host (see `Decoded`).
+
+        Args:
+            decoded: values of the oldest run on the device.
+            with_logprobs: whether to return log-probabilities.
+        """
+        if self.tell:
+            self.tell(ReadDecodes())
+        if not with_logprobs:
+            return np.asarray(decoded.table), None
+        table, logprobs = jax.device_get(decoded)
+        return table, logprobs
+
+    @property
     def caches(self) -> list[KVCache | RecurrentCache]:
         """Return what the layers keep between steps: of those with attention, then of the recurrent ones."""
         return [*self.pool.caches, *(() if self.states is None else self.states.caches)]
@@ -191,6 +245,7 @@ class Runner:
         if self.tell:
             self.tell(ResetPool())
         self.pool.reset()
+        self._fed.clear()
         if self.states is not None:
             self.states.reset()
 
@@ -214,17 +269,22 @@ class Runner:
         """Return the bytes of the parameters, over all devices once. Tied embeddings count once."""
         return sum(leaf.nbytes for leaf in self._params)
 
-    def lower(self, arrays: StepArrays, num_pages: int, where: jax.sharding.Sharding | None = None) -> jax.stages.Lowered:
-        """Lower the step's program for devices that may be absent, to compile it ahead of time.
+    def lower(
+        self, arrays: StepArrays | DecodeArrays, num_pages: int, where: jax.sharding.Sharding | None = None
+    ) -> jax.stages.Lowered:
+        """Lower the program of a step or of a run for devices that may be absent, to compile it ahead of time.
 
         Args:
-            arrays: arrays of the step.
+            arrays: arrays of the step or the run.
             num_pages: number of pages of the KV pool.
             where: sharding of all arrays on one device; None for the devices of the model.
         """
 
         def there(x: Any, sharding: jax.sharding.Sharding | None) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where or sharding)  # type: ignore[no-untyped-call]
+
+        def whole(tree: Any) -> Any:
+            return jax.tree.map(partial(there, sharding=self.shards.sharding(WHOLE)), tree)
 
         caches = jax.eval_shape(
             lambda: [self.shards.map(lambda: self.backend.allocate(num_pages), outputs=of)() for of in self.pool.partitions]
@@ -236,10 +296,13 @@ class Runner:
             for name, weight in zip(self._names, self._params, strict=True)
         ]
         pool = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), caches, self._cache_partitions)
-        inputs = jax.tree.map(lambda x: there(x, self.shards.sharding(WHOLE)), arrays[:-1])
         partitions = {} if self.slots is None else self.slots.partitions
         stacks = jax.tree.map(lambda x, of: there(x, self.shards.sharding(of)), self._stacks, partitions)
-        return self._step.lower(params, pool, stacks, *inputs, backend=arrays.backend)
+        if isinstance(arrays, DecodeArrays):
+            assert self._decode is not None
+            fed = Fed(*(np.zeros(len(arrays.left), of) for of in (np.int32, bool)))
+            return self._decode.run.lower(params, pool, stacks, whole(fed), whole(arrays))
+        return self._step.lower(params, pool, stacks, *whole(arrays[:-1]), backend=arrays.backend)
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
@@ -273,7 +336,7 @@ class Runner:
         if size in self.sample_sizes:
             vocab = self.spec.vocab_size
             logits = self.shards.zeros((size, vocab))
-            samples = [(parameters, logprobs) for logprobs in (False, True) for parameters in (None, empty_input(size, vocab))]
+            samples = [(empty_input(size, vocab), logprobs) for logprobs in (False, True)]
             programs += [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
             edits += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
             edits += [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
@@ -300,14 +363,14 @@ class Runner:
     # Reading. These methods return values and, for each row, whether its logits are finite.
 
     def sample(
-        self, hidden: jax.Array, rows: Sequence[int], parameters: SampleInput | None, edits: Edits | None, with_logprobs: bool
+        self, hidden: jax.Array, rows: Sequence[int], parameters: SampleInput, edits: Edits | None, with_logprobs: bool
     ) -> tuple[np.ndarray, TokenLogprobs | None, np.ndarray]:
         """Choose the next token of up to `sample_sizes[-1]` rows. Entries of padding follow those of the rows.
 
         Args:
             hidden: float32 `[T, hidden]` hidden states of the step.
             rows: rows to sample from.
-            parameters: sampling parameters, padded to one of `sample_sizes`; None if every row takes its likeliest token.
+            parameters: sampling parameters, padded to one of `sample_sizes`.
             edits: changes of single logits, padded to the same size; None if no row changes a logit.
             with_logprobs: whether to read the log-probabilities of the tokens.
 
@@ -465,6 +528,10 @@ class Runner:
 
     # Traced functions
 
+    def _trace_counted(self, *arrays: Any, backend: str | None = None) -> Any:
+        self.compiles[backend or "step"] += 1  # runs only while JAX traces, so the counter counts compilations
+        return self._trace_step(*arrays, backend=backend)
+
     def _trace_step(
         self,
         params: Params,
@@ -478,7 +545,6 @@ class Runner:
         *,
         backend: str | None = None,
     ) -> tuple[jax.Array, jax.Array, list[KVCache | RecurrentCache]]:
-        self.compiles[backend or "step"] += 1  # runs only while JAX traces, so the counter counts compilations
         caches, attention, mixers = list(caches), self.backends[backend], self.spec.attention
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -511,13 +577,13 @@ class Runner:
         return self._head_model(params).logits(hidden)
 
     def _trace_sample(
-        self, params: Params, hidden: jax.Array, parameters: SampleInput | None, *, with_logprobs: bool
+        self, params: Params, hidden: jax.Array, parameters: SampleInput, *, with_logprobs: bool
     ) -> tuple[jax.Array, TokenLogprobs | None, jax.Array]:
         logits = self._trace_logits(params, hidden)
         return self._trace_choose(logits, logits, parameters, with_logprobs=with_logprobs)
 
     def _trace_choose(
-        self, raw: jax.Array, edited: jax.Array, parameters: SampleInput | None, *, with_logprobs: bool
+        self, raw: jax.Array, edited: jax.Array, parameters: SampleInput, *, with_logprobs: bool
     ) -> tuple[jax.Array, TokenLogprobs | None, jax.Array]:
         tokens = choose(edited, parameters)
         if with_logprobs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -124,7 +125,7 @@ def empty_edits(size: int, width: int, vocab_size: int) -> Edits:
 
 def sampling_blocks(
     rows: list[SampleRow], vocab_size: int, sizes: tuple[int, ...]
-) -> list[tuple[list[SampleRow], SampleInput | None, Edits | None]]:
+) -> list[tuple[list[SampleRow], SampleInput, Edits | None]]:
     """Return the rows to sample from in blocks of up to `sizes[-1]`, each with its parameters and edits.
 
     Edits of many tokens take long: call this after the step has been dispatched.
@@ -136,27 +137,32 @@ def sampling_blocks(
     """
     blocks = [rows[first : first + sizes[-1]] for first in range(0, len(rows), sizes[-1])]
     padded = [(block, bucket_for(len(block), sizes)) for block in blocks]
-    return [(block, sample_input(block, size, vocab_size), edit_input(block, size, vocab_size)) for block, size in padded]
+    places = [[(sample, number, len(sample.output_ids)) for _, sample, number in block] for block in blocks]
+    return [
+        (block, sample_input(of_block, size, vocab_size), edit_input(block, size, vocab_size))
+        for (block, size), of_block in zip(padded, places, strict=True)
+    ]
 
 
-def sample_input(block: list[SampleRow], size: int, vocab_size: int) -> SampleInput | None:
-    """Return the sampling parameters of a block, padded to `size` rows; None if every row takes its likeliest token.
+def sample_input(block: Sequence[tuple[Sample, int, int]], size: int, vocab_size: int) -> SampleInput:
+    """Return the sampling parameters of a block, padded to `size` rows.
 
     Args:
-        block: rows to sample from.
-        size: one of `Runner.sample_sizes`.
+        block: for each row the sample that computes it, the number of the sample that gets the token, and the token's place in
+            the output.
+        size: number of rows.
         vocab_size: number of token ids.
     """
-    if all(sample.params.greedy for _, sample, _ in block):
-        return None
     parameters, rows = empty_input(size, vocab_size), list[tuple[Any, ...]]()
-    for _, sample, number in block:
+    if all(sample.params.greedy for sample, _, _ in block):
+        return parameters
+    for sample, number, place in block:
         p, seed = sample.params, sample.request.seed
         kept = (
             (vocab_size, 1.0, 0.0) if p.greedy else (min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size, p.top_p, p.min_p)
         )
         temperature = p.temperature and max(p.temperature, LOWEST_TEMPERATURE)
-        rows.append((temperature, (seed >> 32, seed & 0xFFFFFFFF), (number, len(sample.output_ids)), *kept))
+        rows.append((temperature, (seed >> 32, seed & 0xFFFFFFFF), (number, place), *kept))
     for column, values in zip(parameters, zip(*rows, strict=True), strict=True):
         column[: len(block)] = values
     return parameters
@@ -198,16 +204,23 @@ def _biases(sample: Sample) -> dict[int, float]:
     return dict(params.logit_bias) | dict.fromkeys(ends, -np.inf)
 
 
+def edits_logits(sample: Sample) -> bool:
+    """Return whether logits change for a sample's next token."""
+    params = sample.params
+    penalties = params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
+    return penalties or bool(_biases(sample))
+
+
 def _edited_ids(sample: Sample) -> np.ndarray:
     """Return the ascending distinct token ids whose logits change for a sample's next token."""
+    if not edits_logits(sample):  # fast path, since most rows have no edits
+        return _NO_IDS
     params = sample.params
     parts: list[np.ndarray | list[int]] = [[*_biases(sample)]]
     if params.repetition_penalty != 1:
         parts.append(sample.request.prompt_ids)
     if params.repetition_penalty != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0:
         parts.append(sample.output_ids)
-    elif not parts[0]:  # fast path, since most rows have no edits
-        return _NO_IDS
     return np.unique(np.concatenate([np.asarray(p, np.int64) for p in parts]))
 
 
@@ -281,21 +294,25 @@ def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Ar
     return low[:, None]
 
 
-def choose(logits: jax.Array, parameters: SampleInput | None) -> jax.Array:
-    """Return int32 `[R]` token ids chosen from logits float32 `[R, V]`: the likeliest if `parameters` is None.
+def choose(logits: jax.Array, parameters: SampleInput) -> jax.Array:
+    """Return int32 `[R]` token ids chosen from logits float32 `[R, V]`.
 
     The random numbers of a token depend on seed, sample number and output position only, so the choice is independent of the
     other rows of the batch.
 
     Args:
         logits: float32 `[R, V]`.
-        parameters: sampling parameters of the rows, or None.
+        parameters: sampling parameters of the rows.
     """
     likeliest = argmax(logits)
-    if parameters is None:
-        return likeliest
+    # Drawing is a branch of this program, so that no request waits for the compilation of a second program.
+    draws = jnp.asarray(parameters.temperature) > 0
+    return jax.lax.cond(draws.any(), lambda: jnp.where(draws, _draw(logits, parameters), likeliest), lambda: likeliest)
+
+
+def _draw(logits: jax.Array, parameters: SampleInput) -> jax.Array:
+    """Return int32 `[R]` token ids drawn from logits float32 `[R, V]`; they mean nothing in greedy rows."""
     scaled = logits / jnp.where(parameters.temperature > 0, parameters.temperature, 1.0)[:, None]
-    # Truncation is a branch of this program, so that no request waits for the compilation of a second program.
     limits = (jnp.asarray(parameters.top_k), jnp.asarray(parameters.top_p), jnp.asarray(parameters.min_p))
     truncates = (limits[0] < logits.shape[1]) | (limits[1] < 1) | (limits[2] > 0)
     scaled = jax.lax.cond(truncates.any(), lambda: truncate(scaled, *limits), lambda: scaled)
@@ -305,8 +322,7 @@ def choose(logits: jax.Array, parameters: SampleInput | None) -> jax.Array:
         return jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(key, fold[0]), fold[1]), scaled.shape[1:])
 
     # The Gumbel-max trick, as `jax.random.categorical` draws.
-    drawn = argmax(scaled + jax.vmap(noise)(jnp.asarray(parameters.keys), jnp.asarray(parameters.fold)))
-    return jnp.where(parameters.temperature > 0, drawn, likeliest)
+    return argmax(scaled + jax.vmap(noise)(jnp.asarray(parameters.keys), jnp.asarray(parameters.fold)))
 
 
 def argmax(values: jax.Array) -> jax.Array:

@@ -463,6 +463,19 @@ class Scheduler:
         """Return whether the K/V of a move's tokens are computed."""
         return all(part.blocks[index].filled >= end for index, end in self._blocks_of(part, move.start, move.end))
 
+    def commit_decodes(self, spans: Iterable[Span]) -> None:
+        """Mark decodes as computed that no plan has named; no step is planned or on its way.
+
+        Args:
+            spans: decodes of each sample, whose tokens are known.
+        """
+        self._fills, self._span_of = [], {}
+        planned = list[Span]()
+        for sample, start, end, _ in spans:
+            self._advance(sample, end - start, planned)
+        self._uncommitted.append((planned, self._fills))
+        self.commit()
+
     def take_forked(self) -> list[tuple[int, int, int, int]]:
         """Return the tracks that forked samples must be given since the last call (see `StatePool.copy`)."""
         return [] if self.walks is None else self.walks.take_forked()

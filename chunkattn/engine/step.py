@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -203,6 +203,44 @@ class StepBuilder:
             attention = replace(attention, page_position=attention.page_positions().copy())
         return token_ids, positions, attention
 
+    def _describe(self, attention: AttentionBatch, index: int, sample: Sample) -> None:
+        """Describe a sample's pages as sequence `index` of an attention batch."""
+        request, plan = sample.request, sample.request.plan
+        attention.block_tables[index, : sample.num_pages] = sample.pages[: sample.num_pages]
+        attention.prefix_end[index] = plan.prefix_end
+        if attention.weighing is not None and request.weighing is not None:
+            attention.weighing.question_start[index] = plan.slots[request.layout.question_start]
+            attention.weighing.temperature[index], attention.weighing.scale[index] = request.weighing
+        if plan.aligned:
+            attention.page_len[index, : len(plan.page_len)] = plan.page_len
+            if attention.page_position is not None:
+                prompt = len(plan.page_len)
+                attention.page_position[index, :prompt] = request.page_positions
+                attention.page_position[index, prompt:] += request.next_position - plan.end
+
+    def build_decodes(
+        self, rows: Sequence[tuple[Sample, int]], size: int, width: int | None = None
+    ) -> tuple[np.ndarray, np.ndarray, Metadata, np.ndarray | None]:
+        """Return the arrays of a run of decodes: token ids, positions, the attention backend's metadata, and adapters' slots.
+
+        Args:
+            rows: a sample for each row, and how many of its tokens the device has drawn that the host does not know.
+            size: number of rows, padding included.
+            width: one of `width_buckets`; None takes the smallest that holds the pages of the samples.
+        """
+        width = width or bucket_for(max(sample.num_pages for sample, _ in rows), self.width_buckets)
+        token_ids, positions, attention = self._arrays(size, width, len(rows))
+        slots = self._slots(size)
+        attention.row_seq[: len(rows)] = np.arange(len(rows))
+        for row, (sample, unknown) in enumerate(rows):
+            request, later = sample.request, len(sample.output_ids) - 1 + unknown
+            token_ids[row] = sample.output_ids[-1]
+            positions[row], attention.row_slot[row] = request.next_position + later, request.plan.end + later
+            if slots is not None and request.adapter is not None:
+                slots[row] = self._slot_of[request.adapter]
+            self._describe(attention, row, sample)
+        return token_ids, positions, self.backends[None].build_decodes(attention), slots
+
     def build(self, spans: list[Span]) -> Step:
         """Return the step that computes `spans`. The attention backend sees every span as its own sequence.
 
@@ -237,17 +275,7 @@ class StepBuilder:
                 walks.append(move.walk(first))
             if slots is not None and request.adapter is not None:
                 slots[first:last] = self._slot_of[request.adapter]
-            attention.block_tables[index, : sample.num_pages] = sample.pages[: sample.num_pages]
-            attention.prefix_end[index] = plan.prefix_end
-            if attention.weighing is not None and request.weighing is not None:
-                attention.weighing.question_start[index] = plan.slots[request.layout.question_start]
-                attention.weighing.temperature[index], attention.weighing.scale[index] = request.weighing
-            if plan.aligned:
-                attention.page_len[index, : len(plan.page_len)] = plan.page_len
-                if attention.page_position is not None:
-                    prompt = len(plan.page_len)
-                    attention.page_position[index, :prompt] = request.page_positions
-                    attention.page_position[index, prompt:] += request.next_position - plan.end
+            self._describe(attention, index, sample)
             if request.sampling and end == sample.num_tokens:
                 forks = request.num_samples if request.forks else 1
                 samples += [(last - 1, sample, sample.number + f) for f in range(forks)]

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 
+from chunkattn.engine.decode_program import DecodeArrays
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.runner import Runner
-from chunkattn.engine.step import StepBuilder
+from chunkattn.engine.runs import Runs
+from chunkattn.engine.step import StepArrays, StepBuilder
 from chunkattn.engine.step_sizes import SMALLEST_STEP, bucket_for
 
 logger = logging.getLogger(__name__)
@@ -58,6 +60,7 @@ class WarmUp:
     Args:
         runner: runner whose programs are compiled.
         builder: builder of the step variants.
+        runs: planner of runs of decodes, which have programs of their own.
         meter: meter that is given one timed step of every token bucket.
         with_store: whether to compile the programs that copy pages to and from a KV store.
         longest: tokens of the longest prompt whose programs are compiled; None for all.
@@ -74,13 +77,15 @@ class WarmUp:
         self,
         runner: Runner,
         builder: StepBuilder,
+        runs: Runs,
         meter: RateMeter,
         *,
         with_store: bool,
         longest: int | None = None,
         threads: int | None = None,
     ) -> None:
-        self._runner, self._builder, self._meter, self._with_store = runner, builder, meter, with_store
+        self._runner, self._builder, self._runs = runner, builder, runs
+        self._meter, self._with_store = meter, with_store
         self._widths = builder.width_buckets
         if longest is not None:
             pages = min(-(-longest // builder.block_size), self._widths[-1])
@@ -188,15 +193,17 @@ class WarmUp:
         timed = {rows: Part("timing", f"timed step of {rows} rows", partial(self._time, rows, width)) for rows in sizes}
         steps = {rows: [self._first_step(rows, width), timed[rows]] for rows in sizes}
         likeliest, *readouts = self._readouts(self._runner.picked_sizes[0])
-        parts: list[Part] = [*(steps[rows][0] for rows in (*decodes, short)), likeliest]
+        runs = [self._decodes(rows, width) for rows in self._runs.sizes]
+        parts: list[Part] = [*(steps[rows][0] for rows in (*decodes, short)), likeliest, *runs[:1]]
         self.first = len(parts)
         parts += [timed[rows] for rows in (*decodes, short)] + [part for rows in others[-1:] for part in steps[rows]]
-        parts += readouts
+        parts += [*runs[1:], *readouts]
         parts += [part for rows in others[:-1] for part in steps[rows]]
         parts += [part for size in self._runner.picked_sizes[1:] for part in self._readouts(size)]
         pools = [pool for pool in (self._runner.pool, self._runner.states) if pool is not None]
         parts += [Part("copy", "copies of pages", copy) for pool in pools for copy in pool.copies()]
-        parts += [self._step(rows, width) for width in wider for rows in sizes]
+        for width in wider:
+            parts += [self._step(rows, width) for rows in sizes] + [self._decodes(rows, width) for rows in self._runs.sizes]
         transfers = [transfer for pool in pools for transfer in pool.transfers()] if self._with_store else []
         return parts + [Part("pages", "copies of pages to and from the store", transfer) for transfer in transfers]
 
@@ -209,6 +216,11 @@ class WarmUp:
         run, ahead = partial(self._run, rows, width), partial(self._compile, rows, width)
         return Part("step", f"step of {rows} rows, {width} pages", run, ahead)
 
+    def _decodes(self, rows: int, width: int) -> Part:
+        """Return a run of padding rows."""
+        run, ahead = partial(self._run_decodes, rows, width), partial(self._compile_decodes, rows, width)
+        return Part("decode", f"run of decodes of {rows} rows, {width} pages", run, ahead)
+
     def _first_step(self, rows: int, width: int) -> Part:
         """Return a step and the programs that pick its rows, which do not depend on the width."""
         part = self._step(rows, width)
@@ -218,10 +230,22 @@ class WarmUp:
         """Run a step of padding rows, and return its hidden states."""
         return self._runner.forward(self._builder.empty(rows, width))[0]
 
+    def _run_decodes(self, rows: int, width: int) -> None:
+        """Run a run of padding rows."""
+        decoded = self._runner.decode(self._runs.empty(rows, width), continues=False)
+        self._runner.read_decodes(decoded, with_logprobs=False)
+
     def _compile(self, rows: int, width: int) -> float:
         """Compile a step, and return the seconds."""
+        return self._compile_for(self._builder.empty(rows, width))
+
+    def _compile_decodes(self, rows: int, width: int) -> float:
+        """Compile a run of decodes, and return the seconds."""
+        return self._compile_for(self._runs.empty(rows, width))
+
+    def _compile_for(self, arrays: StepArrays | DecodeArrays) -> float:
         began = time.perf_counter()
-        self._runner.lower(self._builder.empty(rows, width), self._runner.pool.num_pages).compile()
+        self._runner.lower(arrays, self._runner.pool.num_pages).compile()
         return time.perf_counter() - began
 
     def _time(self, rows: int, width: int) -> None:

@@ -225,11 +225,11 @@ class Shards:
         jax.block_until_ready(arrays)  # type: ignore[no-untyped-call]
         return jax.make_array_from_single_device_arrays(whole, sharding, arrays)
 
-    def zeros(self, shape: tuple[int, ...]) -> np.ndarray | jax.Array:
-        """Return zeros, float32, on every device as results of programs are; on the host for one device."""
+    def zeros(self, shape: tuple[int, ...], dtype: Any = np.float32) -> np.ndarray | jax.Array:
+        """Return zeros on every device as results of programs are; on the host for one device."""
         if self.mesh is None:
-            return np.zeros(shape, np.float32)
-        return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self.sharding(WHOLE))(shape, np.float32)
+            return np.zeros(shape, dtype)
+        return jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=self.sharding(WHOLE))(shape, dtype)
 
     def agree(self, value: int) -> bool:
         """Return whether all hosts of the devices have one value. All of them call this function together."""

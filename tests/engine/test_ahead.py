@@ -15,7 +15,13 @@ from tests.checkpoints import VOCAB
 from tests.engine.test_cache import part
 from tests.flows import stages_of
 
-OPTIONS = {"skip_tokenizer_init": True, "max_num_batched_tokens": 32, "max_num_seqs": 6, "max_decode_gap_s": 1e-6}
+OPTIONS = {
+    "skip_tokenizer_init": True,
+    "num_scheduler_steps": 1,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 6,
+    "max_decode_gap_s": 1e-6,
+}
 
 
 @pytest.fixture

@@ -116,7 +116,8 @@ def test_the_likeliest_programs_are_compiled_first(fresh, rng, monkeypatch):
         core.warm_ups.advance()
     first = dict(core.runner.compiles)
     smallest = [size for size in core.builder.token_buckets if size <= 8]  # a backend may have decode steps of one row
-    assert first == {"step": len(smallest), "gather": len(smallest) * len({*SAMPLE_BUCKETS, *READ_BUCKETS}), "sample": 1}
+    picks = len(smallest) * len({*SAMPLE_BUCKETS, *READ_BUCKETS})
+    assert first == {"step": len(smallest), "gather": picks, "sample": 1, "decode": 1}
     llm.generate({"prompt_token_ids": part(rng, 5)}, SamplingParams(temperature=0, max_tokens=3))
     assert dict(core.runner.compiles) == first
     steps.clear()
@@ -216,7 +217,7 @@ def test_preemptions_and_evictions_are_counted(fresh, rng):
 def test_threads_compile_what_the_steps_run(fresh, rng):
     """A program that a thread has compiled is not compiled again when the engine runs it."""
     llm, compiled = fresh(), []
-    warm_ups = WarmUp(llm.core.runner, llm.core.builder, llm.core.meter, with_store=False, threads=2)
+    warm_ups = WarmUp(llm.core.runner, llm.core.builder, llm.core.runs, llm.core.meter, with_store=False, threads=2)
     earlier = {thread for thread in threading.enumerate() if thread is not threading.current_thread()}  # of other engines
 
     def heard(event, seconds, fun_name="", **_):
@@ -232,9 +233,11 @@ def test_threads_compile_what_the_steps_run(fresh, rng):
         jax.monitoring.unregister_event_duration_listener(heard)
     steps = len(llm.core.builder.token_buckets) * len(llm.core.builder.width_buckets)
     in_threads = [name for name in compiled if name.startswith("warm-up")]
-    assert len(in_threads) == llm.core.runner.compiles["step"] == steps
+    assert llm.core.runner.compiles["step"] == steps
+    ahead = steps + llm.core.runner.compiles["decode"]
+    assert len(in_threads) == ahead
     assert warm_ups.is_warm
-    assert len(compiled) - steps == sum(llm.core.runner.compiles.values()) - steps
+    assert len(compiled) == sum(llm.core.runner.compiles.values())
     before = dict(llm.core.runner.compiles)
     llm.generate([{"prompt_token_ids": part(rng, n)} for n in (1, 100)], SamplingParams(temperature=0, max_tokens=4))
     assert dict(llm.core.runner.compiles) == before
@@ -242,7 +245,7 @@ def test_threads_compile_what_the_steps_run(fresh, rng):
 
 def test_a_program_that_a_thread_cannot_compile_ends_the_warm_up_alone(fresh, rng, monkeypatch):
     llm = fresh()
-    llm.core.warm_ups = WarmUp(llm.core.runner, llm.core.builder, llm.core.meter, with_store=False, threads=2)
+    llm.core.warm_ups = WarmUp(llm.core.runner, llm.core.builder, llm.core.runs, llm.core.meter, with_store=False, threads=2)
     prompt = {"prompt_token_ids": part(rng, 40)}
     llm.generate(prompt, SamplingParams(max_tokens=1))
     monkeypatch.setattr(llm.core.runner, "lower", lambda *_: 1 / 0)
@@ -266,6 +269,7 @@ def test_seconds_of_the_warm_up_are_counted(fresh):
     llm = fresh()
     llm.core.warm_ups.run()
     llm.core.metrics_text()
-    found = {kind: llm.core.metrics.value("warmup_seconds_total", kind=kind) for kind in ("step", "readout", "copy", "timing")}
+    kinds = ("step", "decode", "readout", "copy", "timing")
+    found = {kind: llm.core.metrics.value("warmup_seconds_total", kind=kind) for kind in kinds}
     assert all(found.values())
     assert sum(found.values()) == pytest.approx(sum(llm.core.warm_ups.seconds.values()))

@@ -73,10 +73,10 @@ class CpuBackend(AttentionBackend):
         page_position = batch.page_positions() if self.spec.windowed else None
         return (num_rows, *of_rows, batch.prefix_end, *tables), batch.weighing, page_position
 
-    def advance(self, decodes: Metadata, steps: Int32[Array, ""], used: Bool[Array, " T"]) -> Metadata:
+    def advance(self, decodes: Metadata, steps: Int32[Array, " T"], used: Bool[Array, " T"]) -> Metadata:
         """Move the rows; see `AttentionBackend.advance`."""
         (num_rows, seq, slot, *others), *more = decodes
-        return (num_rows, seq, slot + jnp.where(used, steps, 0), *others), *more
+        return (num_rows, seq, slot + steps, *others), *more
 
     def forward(
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: Metadata, *, scale: float, window: int | None = None
