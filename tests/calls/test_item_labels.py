@@ -8,7 +8,7 @@ import torch
 
 from chunkattn.calls.algorithms import ALGORITHMS, ScoreInputs
 from chunkattn.engine.messages import ScoreRequest, ScoreResult
-from chunkattn.engine.runner import LABEL_WIDTHS
+from chunkattn.engine.row_reader import LABEL_WIDTHS
 from chunkattn.errors import RequestError
 from chunkattn.rope.positions import make_layout
 from tests.checkpoints import VOCAB

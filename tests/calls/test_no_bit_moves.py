@@ -25,7 +25,7 @@ from chunkattn.calls.generate import generate_job
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.decisions import ChoiceAnswer
 from chunkattn.engine import request, runner, sampling
-from chunkattn.engine.runner import LABEL_WIDTHS
+from chunkattn.engine.row_reader import LABEL_WIDTHS
 from chunkattn.models import linear
 from tests.chat_templates import CHATML
 from tests.checkpoints import make_checkpoint
