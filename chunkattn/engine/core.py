@@ -438,7 +438,7 @@ class EngineCore:
         self.runs.follow(run)
         result = self.runs.read(run)
         failed = self._failed_in(run, result)
-        kept = [row for row, tokens in enumerate(result.tokens) if tokens and run.rows[row].is_placed]
+        kept = [row for row, tokens in enumerate(result.tokens) if tokens and run.rows[row].is_current]
         self._commit_run(run, result, [row for row in kept if run.rows[row].sample.request not in failed])
         for row in sorted(kept, key=lambda row: len(result.tokens[row])):  # in the order of their ends
             sample, tokens = run.rows[row].sample, tuple(result.tokens[row])
@@ -460,7 +460,7 @@ class EngineCore:
         """Return the requests with a value that is not finite in a run, as `Step.not_finite` does."""
         failed: dict[Request, tuple[int, int]] = {}
         for row, tokens, is_finite in zip(run.rows, result.tokens, result.finite, strict=True):
-            if not is_finite and row.is_placed:
+            if not is_finite and row.is_current:
                 last = tokens[-1] if tokens else row.sample.output_ids[-1]
                 failed.setdefault(row.sample.request, (row.sample.num_tokens - 1 + len(tokens), last))
         return failed

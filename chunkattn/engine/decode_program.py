@@ -93,6 +93,11 @@ class _Carry(NamedTuple):
     caches: Any
 
 
+def later(sampling: SampleInput, steps: jax.Array) -> SampleInput:
+    """Return the sampling parameters of rows that have moved on by `steps` `[T]`: random numbers depend on a token's place."""
+    return sampling._replace(fold=jnp.asarray(sampling.fold).at[:, 1].add(steps))
+
+
 class DecodeProgram:
     """The program of a run of decodes.
 
@@ -153,8 +158,7 @@ class DecodeProgram:
                 params, carry.caches, stacks, token_ids, arrays.positions + steps, metadata, arrays.slots
             )
             logits = self._logits(params[self._head : self._head + 1], hidden)
-            fold = jnp.asarray(arrays.sampling.fold).at[:, 1].add(steps)
-            drawn = choose(logits, arrays.sampling._replace(fold=fold))
+            drawn = choose(logits, later(arrays.sampling, steps))
             logprobs = jax.lax.cond(
                 arrays.reads_logprobs,
                 lambda: read(logits, drawn, self._num_top)[0],

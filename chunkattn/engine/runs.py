@@ -53,6 +53,11 @@ class Row:
         sample = self.sample
         return bool(sample.parts) and sample.pages is self.pages and sample in sample.request.samples
 
+    @property
+    def is_current(self) -> bool:
+        """Return whether the sample is as the run expects it, before its tokens are taken."""
+        return self.is_placed and len(self.sample.output_ids) == self.length
+
 
 @dataclass(eq=False)
 class Run:

@@ -232,8 +232,8 @@ class Call:
             assert not sample.ended
             sample.tokens += event.token_ids
             if event.logprobs is not None:
-                sample.logprobs.append(float(event.logprobs.target[0]))
-                sample.top.append(event.logprobs.top[0])
+                sample.logprobs += event.logprobs.target.tolist()
+                sample.top += [*event.logprobs.top]
             sample.ended = event.finish_reason is not None
         elif isinstance(event, PromptLogprobsOutput):
             self.prompt_logprobs = event

@@ -8,6 +8,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 from unittest.mock import patch
@@ -19,6 +21,7 @@ import numpy as np
 from chunkattn import Focus, SamplingParams
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.calls.decide_questions import METHODS
+from chunkattn.engine.runs import Run, RunResult
 from chunkattn.engine.step import Span, Step, StepArrays
 from chunkattn.focus import MODES
 from tests.fuzz.alone import Alone
@@ -38,6 +41,8 @@ SECOND_OPINION = 0.01
 """Share of answers that transformers judges too."""
 _LABELS = (1, 1, 2, 2, 3, 6, 12, 300)
 """Numbers of labels."""
+RUNS = (4, 16, 3, 2, 1)
+"""Values of `num_scheduler_steps`, of one engine after the other."""
 EPISODE = 3000
 """Most operations with one alphabet, ledger and K/V store."""
 
@@ -62,7 +67,7 @@ class Fuzzer:
 
     def __init__(self, rig: Rig, cold: Witness, oracle: Witness | None, seed: int, alone: Alone | None = None) -> None:
         self._rig, self._cold, self._oracle, self._alone = rig, cold, oracle, alone
-        self.rng = np.random.default_rng(seed)
+        self.rng, self._seed, self._engines = np.random.default_rng(seed), seed, count()
         self.alphabet, self._ledger = Alphabet(self.rng, rig.block), Ledger()
         self.counts: Counter[str] = Counter()
         self._asked: list[tuple[str, Ask]] = []
@@ -75,7 +80,8 @@ class Fuzzer:
         threshold: int | None = None
         if self._rig.recurrent:
             tracks, threshold = self._some(TRACKS), self._some((None, None, 10, 50, 64))
-        self.session = Session(self._rig, self._cold, self._ledger, positions, store, self._alone, tracks, threshold)
+        steps = RUNS[(self._seed + next(self._engines)) % len(RUNS)]
+        self.session = Session(self._rig, self._cold, self._ledger, positions, store, self._alone, tracks, threshold, steps)
         # After the first two no chunk prompt has had a second opinion yet, and after the third no decision.
         self._open = {"scoring", "a restart", "cached documents"}
         self._scored = False
@@ -256,13 +262,13 @@ class Fuzzer:
 
     def _fail(self) -> None:
         """Have a step raise once its work is done, or be interrupted."""
-        runner, stage = self.session.core.runner, self._some(("forward", "sample", "copy_pages"))
+        runner, stage = self.session.core.runner, self._some(("forward", "sample", "copy_pages", "decode", "read_decodes"))
         owner = runner.pool if stage == "copy_pages" else runner
         error = RuntimeError("injected") if self.rng.random() < 0.7 else KeyboardInterrupt("injected")
         original = getattr(owner, stage)
 
-        def failing(*args: object) -> None:
-            original(*args)
+        def failing(*args: object, **options: object) -> None:
+            original(*args, **options)
             raise error
 
         setattr(owner, stage, failing)
@@ -276,7 +282,7 @@ class Fuzzer:
     def _damage(self) -> None:
         """Have a step compute one row from a wrong token, and find that row not finite."""
         core, damaged = self.session.core, list[int]()
-        build, forward = core.builder.build, core.runner.forward
+        build, forward, read = core.builder.build, core.runner.forward, core.runs.read
 
         def build_wrongly(spans: list[Span]) -> Step:
             step = build(spans)
@@ -292,10 +298,23 @@ class Fuzzer:
             hidden, finite = forward(arrays)
             return hidden, finite.at[np.asarray(damaged, int)].set(False)
 
+        def read_and_find(run: Run) -> RunResult:
+            result = read(run)
+            rows = [row for row, tokens in enumerate(result.tokens) if tokens and run.rows[row].is_current]
+            if not rows:
+                return result
+            row = self._some(rows)
+            good = int(self.rng.integers(len(result.tokens[row])))
+            tokens = [found[: good + (place != row)] for place, found in enumerate(result.tokens)]
+            self.session.damaged.add(run.rows[row].sample.request.request_id)
+            damaged.append(row)
+            return replace(result, number=good + 1, tokens=tokens, finite=np.arange(len(tokens)) != row)
+
         core._ahead.drop()  # the step is built wrongly and run at once
         with (
             patch.object(core.builder, "build", build_wrongly),
             patch.object(core.runner, "forward", forward_and_find),
+            patch.object(core.runs, "read", read_and_find),
             patch.object(core._ahead, "plan", lambda *_: None),
         ):
             self.session.step()

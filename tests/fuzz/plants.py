@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,9 +14,11 @@ from chunkattn.cache.trie import Block, BlockTrie
 from chunkattn.calls import focus_scores, score
 from chunkattn.calls.algorithms import ScoreInputs
 from chunkattn.calls.score_memory import item_keys
-from chunkattn.engine import disk_tier
+from chunkattn.engine import decode_program, disk_tier
+from chunkattn.engine.core import EngineCore
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
+from chunkattn.engine.runs import Run, RunResult
 from chunkattn.engine.states import Move, Track
 from chunkattn.engine.walks import Walks
 from chunkattn.layout import ChunkLayout
@@ -195,6 +198,23 @@ def _claim() -> Any:
     return patch.object(Walks, "_drop_goal", drop_goal)
 
 
+def _stopped() -> Any:
+    """The last token of a text counts as computed after a run, though its K/V are not."""
+    original = EngineCore._commit_run
+
+    def commit_run(self: EngineCore, run: Run, result: RunResult, rows: Sequence[int]) -> None:
+        ended = [tokens if len(tokens) == run.limit else [*tokens, tokens[-1]] for tokens in map(list, result.tokens) if tokens]
+        more = iter(ended)
+        original(self, run, replace(result, tokens=[next(more) if tokens else [] for tokens in result.tokens]), rows)
+
+    return patch.object(EngineCore, "_commit_run", commit_run)
+
+
+def _draw() -> Any:
+    """Every decode of a run draws with the random numbers of the first."""
+    return patch.object(decode_program, "later", lambda sampling, _: sampling)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
@@ -213,6 +233,8 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "seat": _seat,
     "offset": _offset,
     "claim": _claim,
+    "stopped": _stopped,
+    "draw": _draw,
 }
 """By name: makes a context manager within which the defect is there."""
 OF_STATES = ("uncommitted", "seat", "offset", "claim")

@@ -5,6 +5,7 @@ A new `EngineCore` on the same `Runner` has an empty pool, trie and scheduler, l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -298,7 +299,12 @@ class Rig:
         return made
 
     def start(
-        self, positions: str, store: Path | None, tracks: tuple[int, int] | None = None, threshold: int | None = None
+        self,
+        positions: str,
+        store: Path | None,
+        tracks: tuple[int, int] | None = None,
+        threshold: int | None = None,
+        steps: int = 1,
     ) -> EngineCore:
         """Return a new engine with an empty pool.
 
@@ -307,10 +313,11 @@ class Rig:
             store: folder of the K/V store; None for none.
             tracks: seats and slots of recurrent layers, one of `TRACKS`; None for all.
             threshold: `long_prefill_token_threshold`.
+            steps: `num_scheduler_steps`; a run has as many as it may, however long they take.
         """
         self._runner.reset()
         disk = None if store is None else DiskTier(KVStore(store, max_bytes=MIN_BYTES), self._runner)
-        config = replace(self._configs[positions], long_prefill_token_threshold=threshold)
+        config = replace(self._configs[positions], long_prefill_token_threshold=threshold, num_scheduler_steps=steps)
         if (pool := self._runner.states) is None:
             core = EngineCore(self._runner, config, self._max_model_len, disk)
         else:
@@ -318,6 +325,7 @@ class Rig:
             seats, slots = tracks or (pool.num_seats, pool.num_slots)
             with patch.multiple(pool, num_seats=seats, num_slots=slots):
                 core = EngineCore(self._runner, config, self._max_model_len, disk)
+        core.runs.limit_s = math.inf
         self.frontends[positions].connect(core.limits)
         return core
 

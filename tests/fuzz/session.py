@@ -41,6 +41,7 @@ class Session:
         alone: judges the bits of every answer; None where they are not promised.
         tracks: see `Rig.start`.
         threshold: see `Rig.start`.
+        steps: see `Rig.start`.
 
     Attributes:
         core: the engine.
@@ -60,8 +61,9 @@ class Session:
         alone: Alone | None = None,
         tracks: tuple[int, int] | None = None,
         threshold: int | None = None,
+        steps: int = 16,
     ) -> None:
-        self.core, self.frontend = rig.start(positions, store, tracks, threshold), rig.frontends[positions]
+        self.core, self.frontend = rig.start(positions, store, tracks, threshold, steps), rig.frontends[positions]
         self._checks = 0
         self.positions, self.stalled = positions, False
         self.answered: list[Call] = []
