@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.readout import accept_tokens, cached_tokens, collect, read_step, request_stats, split_at_stops
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
-from chunkattn.engine.runs import Run, RunResult, Runs
+from chunkattn.engine.runs import Run, Runs
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.states import States
 from chunkattn.engine.step import SampleRow, Span, Step, StepBuilder
@@ -437,9 +437,9 @@ class EngineCore:
         self._check_last()
         self.runs.follow(run)
         result = self.runs.read(run)
-        failed = self._failed_in(run, result)
+        failed = run.failed(result)
         kept = [row for row, tokens in enumerate(result.tokens) if tokens and run.rows[row].is_current]
-        self._commit_run(run, result, [row for row in kept if run.rows[row].sample.request not in failed])
+        self.runs.commit(run, result, [row for row in kept if run.rows[row].sample.request not in failed], self.disk)
         for row in sorted(kept, key=lambda row: len(result.tokens[row])):  # in the order of their ends
             sample, tokens = run.rows[row].sample, tuple(result.tokens[row])
             if sample.request in failed:  # the last decode fails for all of its samples
@@ -455,30 +455,6 @@ class EngineCore:
         if result.number:
             counts = [len(result.tokens[row]) for row in kept]
             self.metrics.count_run(run.size, counts, result.number, time.perf_counter() - began, host)
-
-    def _failed_in(self, run: Run, result: RunResult) -> dict[Request, tuple[int, int]]:
-        """Return the requests with a value that is not finite in a run, as `Step.not_finite` does."""
-        failed: dict[Request, tuple[int, int]] = {}
-        for row, tokens, is_finite in zip(run.rows, result.tokens, result.finite, strict=True):
-            if not is_finite and row.is_current:
-                last = tokens[-1] if tokens else row.sample.output_ids[-1]
-                failed.setdefault(row.sample.request, (row.sample.num_tokens - 1 + len(tokens), last))
-        return failed
-
-    def _commit_run(self, run: Run, result: RunResult, rows: Sequence[int]) -> None:
-        """Mark the decodes of rows as computed. Blocks that they fill are published under the tokens of the run."""
-        spans = list[Span]()
-        try:
-            for row in rows:
-                sample, tokens = run.rows[row].sample, result.tokens[row]
-                spans.append(Span(sample, sample.num_tokens - 1, sample.num_tokens - 1 + len(tokens)))
-                sample.output_ids += tokens[:-1]
-            self.scheduler.commit_decodes(spans)
-            if self.disk is not None:
-                self.disk.save(spans)
-        finally:
-            for row in rows:
-                del run.rows[row].sample.output_ids[run.rows[row].length :]
 
     def _finish_scored(self, step: Step, taken: np.ndarray) -> None:
         """End the scoring requests whose last token is computed.

@@ -17,8 +17,9 @@ import numpy as np
 
 from chunkattn.backends.base import on_cpu
 from chunkattn.engine.decode_program import MOST_STOPS, NO_TOKEN, STEPS, DecodeArrays, Decoded
+from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.messages import TokenLogprobs
-from chunkattn.engine.request import Sample
+from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.sampling import edits_logits, empty_input, sample_input
 from chunkattn.engine.scheduler import Scheduler
@@ -59,6 +60,34 @@ class Row:
         return self.is_placed and len(self.sample.output_ids) == self.length
 
 
+@dataclass
+class RunResult:
+    """Values of a run.
+
+    Attributes:
+        number: decodes that the program ran.
+        tokens: tokens of each of the run's rows.
+        finite: bool `[rows]`, whether the values of each row are finite in the last decode.
+        seconds: seconds that the device took.
+        logprobs: log-probabilities of each row's tokens; None if no row asks for them.
+    """
+
+    number: int
+    tokens: list[list[int]]
+    finite: np.ndarray
+    seconds: float
+    logprobs: TokenLogprobs | None = None
+
+    def logprobs_of(self, row: int, num_top: int) -> TokenLogprobs:
+        """Return the log-probabilities of a row's tokens, with `num_top` of the likeliest tokens."""
+        assert self.logprobs is not None
+        values, count = self.logprobs, len(self.tokens[row])
+        picked = (slice(count), row)
+        return TokenLogprobs(
+            values.target[picked], values.rank[picked], values.top_ids[picked][:, :num_top], values.top[picked][:, :num_top]
+        )
+
+
 @dataclass(eq=False)
 class Run:
     """Run of decodes.
@@ -89,33 +118,14 @@ class Run:
         first = [(row, len(row.sample.request.layout) + row.length - 1) for row in self.rows if row.is_placed]
         return [Span(row.sample, start, start + min(self.limit, row.left)) for row, start in first]
 
-
-@dataclass
-class RunResult:
-    """Values of a run.
-
-    Attributes:
-        number: decodes that the program ran.
-        tokens: tokens of each of the run's rows.
-        finite: bool `[rows]`, whether the values of each row are finite in the last decode.
-        seconds: seconds that the device took.
-        logprobs: log-probabilities of each row's tokens; None if no row asks for them.
-    """
-
-    number: int
-    tokens: list[list[int]]
-    finite: np.ndarray
-    seconds: float
-    logprobs: TokenLogprobs | None = None
-
-    def logprobs_of(self, row: int, num_top: int) -> TokenLogprobs:
-        """Return the log-probabilities of a row's tokens, with `num_top` of the likeliest tokens."""
-        assert self.logprobs is not None
-        values, count = self.logprobs, len(self.tokens[row])
-        picked = (slice(count), row)
-        return TokenLogprobs(
-            values.target[picked], values.rank[picked], values.top_ids[picked][:, :num_top], values.top[picked][:, :num_top]
-        )
+    def failed(self, result: RunResult) -> dict[Request, tuple[int, int]]:
+        """Return the requests with a value that is not finite, each with index and id of its token, as `Step.not_finite`."""
+        failed: dict[Request, tuple[int, int]] = {}
+        for row, tokens, is_finite in zip(self.rows, result.tokens, result.finite, strict=True):
+            if not is_finite and row.is_current:
+                last = tokens[-1] if tokens else row.sample.output_ids[-1]
+                failed.setdefault(row.sample.request, (row.sample.num_tokens - 1 + len(tokens), last))
+        return failed
 
 
 @dataclass
@@ -132,6 +142,8 @@ class Runs:
     Attributes:
         current: run that is planned or on the device; None for none.
         limit_s: seconds that the runs on the device may take together.
+        first: decodes of the first run after a step, if they are short.
+        least: fewest decodes of a run. On a CPU, a step that is planned ahead is as fast as a run of one.
     """
 
     scheduler: Scheduler
@@ -141,6 +153,8 @@ class Runs:
     samples: int
     current: Run | None = None
     limit_s: float = _IN_FLIGHT_S
+    first: int = 2
+    least: int = field(default_factory=lambda: 2 if on_cpu() else 1)
     _next: int = 2  # decodes of the next run, if they are short
     _seconds: dict[int, float] = field(default_factory=dict)  # of a decode, by number of rows
     _read_at: float = 0.0
@@ -168,7 +182,7 @@ class Runs:
 
     def follow(self, run: Run) -> None:
         """Plan the run after one on the device, as if no row of that one ended early, and send it if both are short."""
-        placed = [(row, place) for place, row in enumerate(run.rows) if row.is_placed]
+        placed = [(row, place) for place, row in enumerate(run.rows) if row.is_current]  # none after values that are not finite
         rows = [(r.sample, run.limit, place) for r, place in placed if r.left > run.limit and self._continues(r.sample)]
         if not rows or self._num_running != len(placed) or self._size(len(rows)) != run.size:
             return
@@ -185,7 +199,7 @@ class Runs:
         """Return whether a run will probably follow the step that is planned last."""
         if not self.most or not 0 < self._num_running <= self.sizes[-1]:
             return False
-        if self._limit(self._size(self._num_running)) < self._least:
+        if self._limit(self._size(self._num_running)) < self.least:
             return False
         return all(s.num_tokens == s.num_planned and self._continues(s) for r in self.scheduler.running for s in r.samples)
 
@@ -204,17 +218,12 @@ class Runs:
 
     def slow_down(self) -> None:
         """Begin with short runs again, after a step."""
-        self._next = 2
+        self._next = self.first
 
     def forget(self) -> None:
         """Forget the runs on the device, whose values are lost."""
         self.current = None
         self.slow_down()
-
-    @property
-    def _least(self) -> int:
-        """Return the fewest decodes of a run. On a CPU, a step that is planned ahead is as fast as a run of one."""
-        return 2 if on_cpu() else 1
 
     @property
     def _num_running(self) -> int:
@@ -244,7 +253,7 @@ class Runs:
 
     def _still_fits(self, run: Run) -> bool:
         """Return whether a run that is planned, but not sent, is what comes next."""
-        return not self._others_wait and self._num_running == sum(row.is_placed for row in run.rows)
+        return not self._others_wait and self._num_running == sum(row.is_current for row in run.rows)
 
     def _size(self, rows: int) -> int:
         return bucket_for(rows, self.sizes)
@@ -263,9 +272,9 @@ class Runs:
         ]
         size = self._size(len(rows))
         limit = self._limit(size)
-        while limit >= self._least and not self._grow(rows, planned, limit):
+        while limit >= self.least and not self._grow(rows, planned, limit):
             limit //= 2
-        if limit < self._least:
+        if limit < self.least:
             return None
         return Run(planned, limit, size, self._arrays(rows, planned, limit, size), continues)
 
@@ -337,6 +346,28 @@ class Runs:
         *tokens, counts, finite, number = table.tolist()
         drawn = [[tokens[n][row] for n in range(count)] for row, count in enumerate(counts[: len(run.rows)])]
         if number[0] and run.is_timed:
-            self._next = min(2 * run.limit, STEPS)
+            self._next = min(max(2 * run.limit, self.first), STEPS)
             self._note(run.size, seconds / number[0])
         return RunResult(number[0], drawn, np.asarray(finite[: len(run.rows)], bool), seconds, logprobs)
+
+    def commit(self, run: Run, result: RunResult, rows: Sequence[int], disk: DiskTier | None) -> None:
+        """Mark the decodes of a run as computed. Blocks that they fill are published under the tokens of the run.
+
+        Args:
+            run: the run.
+            result: its values.
+            rows: places of rows that are current, and whose values are finite.
+            disk: the K/V store; None for none.
+        """
+        spans = list[Span]()
+        try:
+            for row in rows:
+                sample, tokens = run.rows[row].sample, result.tokens[row]
+                spans.append(Span(sample, sample.num_tokens - 1, sample.num_tokens - 1 + len(tokens)))
+                sample.output_ids += tokens[:-1]
+            self.scheduler.commit_decodes(spans)
+            if disk is not None:
+                disk.save(spans)
+        finally:
+            for row in rows:
+                del run.rows[row].sample.output_ids[run.rows[row].length :]

@@ -15,10 +15,10 @@ from chunkattn.calls import focus_scores, score
 from chunkattn.calls.algorithms import ScoreInputs
 from chunkattn.calls.score_memory import item_keys
 from chunkattn.engine import decode_program, disk_tier
-from chunkattn.engine.core import EngineCore
+from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
-from chunkattn.engine.runs import Run, RunResult
+from chunkattn.engine.runs import Run, RunResult, Runs
 from chunkattn.engine.states import Move, Track
 from chunkattn.engine.walks import Walks
 from chunkattn.layout import ChunkLayout
@@ -200,14 +200,13 @@ def _claim() -> Any:
 
 def _stopped() -> Any:
     """The last token of a text counts as computed after a run, though its K/V are not."""
-    original = EngineCore._commit_run
+    original = Runs.commit
 
-    def commit_run(self: EngineCore, run: Run, result: RunResult, rows: Sequence[int]) -> None:
-        ended = [tokens if len(tokens) == run.limit else [*tokens, tokens[-1]] for tokens in map(list, result.tokens) if tokens]
-        more = iter(ended)
-        original(self, run, replace(result, tokens=[next(more) if tokens else [] for tokens in result.tokens]), rows)
+    def commit(self: Runs, run: Run, result: RunResult, rows: Sequence[int], disk: DiskTier | None) -> None:
+        later = [tokens + tokens[-1:] if len(tokens) < run.limit else tokens for tokens in result.tokens]
+        original(self, run, replace(result, tokens=later), rows, disk)
 
-    return patch.object(EngineCore, "_commit_run", commit_run)
+    return patch.object(Runs, "commit", commit)
 
 
 def _draw() -> Any:
@@ -239,6 +238,8 @@ PLANTS: dict[str, Callable[[], Any]] = {
 """By name: makes a context manager within which the defect is there."""
 OF_STATES = ("uncommitted", "seat", "offset", "claim")
 """Defects of models with recurrent layers alone."""
+OF_RUNS = ("stopped", "draw")
+"""Defects of runs of decodes."""
 
 
 @contextmanager

@@ -325,7 +325,7 @@ class Rig:
             seats, slots = tracks or (pool.num_seats, pool.num_slots)
             with patch.multiple(pool, num_seats=seats, num_slots=slots):
                 core = EngineCore(self._runner, config, self._max_model_len, disk)
-        core.runs.limit_s = math.inf
+        core.runs.limit_s, core.runs.first, core.runs.least = math.inf, steps, 1
         self.frontends[positions].connect(core.limits)
         return core
 
