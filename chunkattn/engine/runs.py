@@ -315,7 +315,7 @@ class Runs:
 
         Args:
             size: one of `sizes`.
-            width: one of `StepBuilder.width_buckets`.
+            width: one of `StepBuilder.run_widths`.
         """
         token_ids, positions, metadata, slots = self.builder.build_decodes([], size, width)
         nothing, stops = np.zeros(size, np.int32), np.full((size, MOST_STOPS), NO_TOKEN, np.int32)

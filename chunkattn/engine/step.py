@@ -140,6 +140,7 @@ class StepBuilder:
         backends: attention backends by the name that a request gives; None names the engine's.
         token_buckets: sizes `T` of the flat token arrays.
         width_buckets: sizes `W` of the page tables.
+        run_widths: those of runs of decodes: fewer, as a table is sent once for several decodes.
     """
 
     def __init__(
@@ -162,6 +163,7 @@ class StepBuilder:
         self.token_buckets = token_buckets
         narrowest = max_table_pages if backends[None].any_table_width else backends[None].narrowest_table
         self.width_buckets = buckets(min(narrowest, max_table_pages), max_table_pages, 8)
+        self.run_widths = tuple(sorted({self.width_buckets[0], self.width_buckets[-1]}))
 
     def empty(self, rows: int, width: int, backend: str | None = None) -> StepArrays:
         """Return the arrays of a step of padding rows only, which writes no page.
@@ -226,9 +228,9 @@ class StepBuilder:
         Args:
             rows: a sample for each row, and how many of its tokens the device has drawn that the host does not know.
             size: number of rows, padding included.
-            width: one of `width_buckets`; None takes the smallest that holds the pages of the samples.
+            width: one of `run_widths`; None takes the smallest that holds the pages of the samples.
         """
-        width = width or bucket_for(max(sample.num_pages for sample, _ in rows), self.width_buckets)
+        width = width or bucket_for(max(sample.num_pages for sample, _ in rows), self.run_widths)
         token_ids, positions, attention = self._arrays(size, width, len(rows))
         slots = self._slots(size)
         attention.row_seq[: len(rows)] = np.arange(len(rows))

@@ -202,8 +202,8 @@ class WarmUp:
         parts += [part for size in self._runner.picked_sizes[1:] for part in self._readouts(size)]
         pools = [pool for pool in (self._runner.pool, self._runner.states) if pool is not None]
         parts += [Part("copy", "copies of pages", copy) for pool in pools for copy in pool.copies()]
-        for width in wider:
-            parts += [self._step(rows, width) for rows in sizes] + [self._decodes(rows, width) for rows in self._runs.sizes]
+        parts += [self._step(rows, width) for width in wider for rows in sizes]
+        parts += [self._decodes(rows, width) for width in self._builder.run_widths[1:] for rows in self._runs.sizes]
         transfers = [transfer for pool in pools for transfer in pool.transfers()] if self._with_store else []
         return parts + [Part("pages", "copies of pages to and from the store", transfer) for transfer in transfers]
 
