@@ -44,6 +44,7 @@ from chunkattn.engine.sampling import (
 )
 from chunkattn.engine.state_pool import StatePool
 from chunkattn.engine.step import StepArrays
+from chunkattn.engine.upload import Form, pack, unpack
 from chunkattn.models.adapter_slots import AdapterSlots, RowAdapters, Stacks
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.shards import WHOLE
@@ -101,7 +102,7 @@ class Runner(RowReader):
         stacks = {} if slots is None else slots.partitions
         step = self.shards.map(self._trace_counted, [params, pool, stacks], (WHOLE, WHOLE, pool))
         # The pool's arrays are donated, so that writing a token does not copy them.
-        self._step = jax.jit(step, donate_argnums=1, static_argnames="backend")
+        self._step = jax.jit(step, donate_argnums=1, static_argnames=("form", "backend"))
         program = partial(self.compiles.jit, shards=self.shards)
         self._decode: DecodeProgram | None = None
         if backend.advances and not self.invariance.one_size and self.states is None and model.spec.num_labels is None:
@@ -132,7 +133,8 @@ class Runner(RowReader):
         *inputs, backend = arrays
         if self.tell:
             self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
-        hidden, finite, caches = self._step(self._params, self.caches, self._stacks, *inputs, backend=backend)
+        sent, form = pack(inputs) if self._packs(None) else (inputs, None)
+        hidden, finite, caches = self._step(self._params, self.caches, self._stacks, sent, form=form, backend=backend)
         self._take(caches)
         if not on_cpu():
             finite.copy_to_host_async()
@@ -254,7 +256,18 @@ class Runner(RowReader):
             assert self._decode is not None
             fed = Fed(*(np.zeros(len(arrays.left), of) for of in (np.int32, bool)))
             return self._decode.run.lower(params, pool, stacks, whole(fed), whole(arrays))
-        return self._step.lower(params, pool, stacks, *whole(arrays[:-1]), backend=arrays.backend)
+        *inputs, backend = arrays
+        sent, form = pack(inputs) if self._packs(where) else (inputs, None)
+        return self._step.lower(params, pool, stacks, whole(sent), form=form, backend=backend)
+
+    def _packs(self, where: jax.sharding.Sharding | None) -> bool:
+        """Return whether a step's arrays go to the devices in one array. CPUs read each where it lies on the host.
+
+        Args:
+            where: sharding of all arrays on one device; None for the devices of the model.
+        """
+        device = self.shards.devices[0] if where is None else next(iter(where.device_set))
+        return device.platform != "cpu"
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
@@ -345,9 +358,12 @@ class Runner(RowReader):
 
     # Traced functions
 
-    def _trace_counted(self, *arrays: Any, backend: str | None = None) -> Any:
+    def _trace_counted(
+        self, params: Params, caches: list[Any], stacks: Stacks, sent: Any, *, form: Form | None, backend: str | None
+    ) -> Any:
         self.compiles[backend or "step"] += 1  # runs only while JAX traces, so the counter counts compilations
-        return self._trace_step(*arrays, backend=backend)
+        inputs = sent if form is None else unpack(sent, form)
+        return self._trace_step(params, caches, stacks, *inputs, backend=backend)
 
     def _trace_step(
         self,

@@ -447,8 +447,8 @@ def test_a_step_makes_no_copy_of_the_pool(dtype, checkpoint):
     core, runner = llm.core, llm.core.runner
     core.add(GenerateRequest("r", make_layout([], [], [1, 2, 3]), GREEDY))
     core.scheduler.admit()
-    *arrays, _ = core.builder.build(core.scheduler.plan()).arrays
-    compiled = runner._step.lower(runner._params, runner.pool.caches, {}, *arrays).compile()
+    arrays = core.builder.build(core.scheduler.plan()).arrays
+    compiled = runner.lower(arrays, runner.pool.num_pages).compile()
     memory, pool = compiled.memory_analysis(), sum(a.nbytes for layer in runner.pool.caches for a in layer)
     assert memory.alias_size_in_bytes >= pool > 60 << 20
     assert memory.temp_size_in_bytes < 4 << 20

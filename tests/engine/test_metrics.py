@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.engine.messages import ScoreRequest
+from chunkattn.engine.runner import Runner
 from chunkattn.engine.sampling import READ_BUCKETS, SAMPLE_BUCKETS
 from chunkattn.engine.warmup import WarmUp
 from chunkattn.rope.positions import make_layout
@@ -214,8 +215,10 @@ def test_preemptions_and_evictions_are_counted(fresh, rng):
     assert llm.core.metrics.value("evictions_total") == llm.core.scheduler.trie.evictions > 0
 
 
-def test_threads_compile_what_the_steps_run(fresh, rng):
+@pytest.mark.parametrize("packs", [False, pytest.param(True, marks=pytest.mark.ci)])
+def test_threads_compile_what_the_steps_run(fresh, rng, monkeypatch, packs):
     """A program that a thread has compiled is not compiled again when the engine runs it."""
+    monkeypatch.setattr(Runner, "_packs", lambda *_: packs)
     llm, compiled = fresh(), []
     warm_ups = WarmUp(llm.core.runner, llm.core.builder, llm.core.runs, llm.core.meter, with_store=False, threads=2)
     earlier = {thread for thread in threading.enumerate() if thread is not threading.current_thread()}  # of other engines

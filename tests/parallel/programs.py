@@ -19,8 +19,7 @@ def collectives(compiled: jax.stages.Compiled) -> Counter[str]:
 def compiled_step(llm: Any, rows: int) -> jax.stages.Compiled:
     """The step of some rows and short prompts."""
     runner, builder = llm.core.runner, llm.core.builder
-    *inputs, backend = builder.empty(rows, builder.width_buckets[0])
-    return runner._step.lower(runner._params, runner.pool.caches, runner._stacks, *inputs, backend=backend).compile()
+    return runner.lower(builder.empty(rows, builder.width_buckets[0]), runner.pool.num_pages).compile()
 
 
 def compiled_readouts(llm: Any, size: int) -> dict[str, jax.stages.Compiled]:

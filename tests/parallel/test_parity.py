@@ -2,6 +2,7 @@
 
 import pytest
 
+from chunkattn.engine.runner import Runner
 from chunkattn.models.packing import forms_of
 from tests.checkpoints import DIVISIBLE
 from tests.parallel.answers import ALGORITHMS, DRAWN, GREEDY, Answers
@@ -74,6 +75,14 @@ def test_options(wide, start, expected, size, tolerance, options):
     Answers(start(wide("qwen3"), size, attention_backend="cpu", **options)).check(
         expected("qwen3", "cpu", **options), tolerance
     )
+
+
+@pytest.mark.ci
+def test_one_array_of_the_host(wide, start, expected, monkeypatch):
+    """Every device holds the whole array, as it holds each of the arrays in it."""
+    monkeypatch.setattr(Runner, "_packs", lambda *_: True)
+    llm = start(wide("qwen3"), 2, attention_backend="cpu")
+    Answers(llm).check(expected("qwen3", "cpu"))
 
 
 @pytest.mark.ci

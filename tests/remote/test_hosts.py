@@ -79,7 +79,7 @@ def pair(loop, folder, tmp_path_factory):
         other.send_signal(signal.SIGTERM)
         assert other.wait(30) == 0
         assert " ERROR " not in log.read_text()[before:]
-        assert any(cache.glob("jit__trace_step*")), "a host that follows keeps its programs"
+        assert any(cache.glob("jit__trace_counted*")), "a host that follows keeps its programs"
     finally:
         other.kill()
         patch.undo()
