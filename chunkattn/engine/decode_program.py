@@ -17,6 +17,7 @@ from chunkattn.backends.base import AttentionBackend, Metadata, StepArray
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.programs import ProgramCounts
 from chunkattn.engine.sampling import SampleInput, choose, largest, read
+from chunkattn.engine.upload import Form, unpack
 from chunkattn.models.shards import WHOLE, Shards
 
 STEPS = 16
@@ -129,13 +130,23 @@ class DecodeProgram:
         self._step, self._logits, self._backend = step, logits, backend
         self._num_top, self._head, self._compiles = num_top, head, compiles
         outputs = (WHOLE, WHOLE, partitions[1])
-        self.run = jax.jit(shards.map(self._trace, partitions, outputs), donate_argnums=1)
+        self.run = jax.jit(shards.map(self._trace, partitions, outputs), donate_argnums=1, static_argnames="form")
 
     def _trace(
-        self, params: list[Any], caches: list[Any], stacks: Any, fed: Fed, arrays: DecodeArrays
+        self, params: list[Any], caches: list[Any], stacks: Any, fed: Fed, sent: Any, *, form: Form | None
     ) -> tuple[Decoded, Fed, list[Any]]:
-        """Run decodes until the limit, the end of every row, or a value that is not finite."""
+        """Run decodes until the limit, the end of every row, or a value that is not finite.
+
+        Args:
+            params: parameters of the model.
+            caches: caches of the layers.
+            stacks: adapters that rows may have.
+            fed: what the last run left.
+            sent: `DecodeArrays`, packed if there is a form.
+            form: form of the packed arrays, or None.
+        """
         self._compiles["decode"] += 1  # runs only while JAX traces, so the counter counts compilations
+        arrays: DecodeArrays = sent if form is None else unpack(sent, form)
         rows, used, known = len(arrays.left), arrays.left > 0, arrays.source < 0
         row = jnp.maximum(arrays.source, 0)
         first = Fed(

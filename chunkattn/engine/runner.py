@@ -133,7 +133,7 @@ class Runner(RowReader):
         *inputs, backend = arrays
         if self.tell:
             self.tell(Forward(tuple(map(np.asarray, jax.tree.leaves(inputs))), backend))
-        sent, form = pack(inputs) if self._packs(None) else (inputs, None)
+        sent, form = self._sent(inputs, None)
         hidden, finite, caches = self._step(self._params, self.caches, self._stacks, sent, form=form, backend=backend)
         self._take(caches)
         if not on_cpu():
@@ -158,7 +158,9 @@ class Runner(RowReader):
         rows = len(arrays.left)
         if rows not in self._fed:
             self._fed[rows] = Fed(*(self.shards.zeros((rows,), of) for of in (np.int32, bool)))
-        decoded, self._fed[rows], caches = self._decode.run(self._params, self.caches, self._stacks, self._fed[rows], arrays)
+        sent, form = self._sent(arrays, None)
+        run, fed = self._decode.run, self._fed[rows]
+        decoded, self._fed[rows], caches = run(self._params, self.caches, self._stacks, fed, sent, form=form)
         self._take(caches)
         if not on_cpu():
             decoded.table.copy_to_host_async()
@@ -255,13 +257,18 @@ class Runner(RowReader):
         if isinstance(arrays, DecodeArrays):
             assert self._decode is not None
             fed = Fed(*(np.zeros(len(arrays.left), of) for of in (np.int32, bool)))
-            return self._decode.run.lower(params, pool, stacks, whole(fed), whole(arrays))
+            sent, form = self._sent(arrays, where)
+            return self._decode.run.lower(params, pool, stacks, whole(fed), whole(sent), form=form)
         *inputs, backend = arrays
-        sent, form = pack(inputs) if self._packs(where) else (inputs, None)
+        sent, form = self._sent(inputs, where)
         return self._step.lower(params, pool, stacks, whole(sent), form=form, backend=backend)
 
+    def _sent(self, arrays: Any, where: jax.sharding.Sharding | None) -> tuple[Any, Form | None]:
+        """Return host arrays as they go to the devices, and their form if they go in one array."""
+        return pack(arrays) if self._packs(where) else (arrays, None)
+
     def _packs(self, where: jax.sharding.Sharding | None) -> bool:
-        """Return whether a step's arrays go to the devices in one array. CPUs read each where it lies on the host.
+        """Return whether the arrays of a call go to the devices in one array. CPUs read each where it lies on the host.
 
         Args:
             where: sharding of all arrays on one device; None for the devices of the model.
