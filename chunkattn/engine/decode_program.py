@@ -28,7 +28,7 @@ NO_TOKEN = -1
 
 
 class Fed(NamedTuple):
-    """What a run leaves on the device for the next one.
+    """Values that a run leaves on the device for the next one.
 
     Attributes:
         token_ids: int32 `[T]` last token of each row.

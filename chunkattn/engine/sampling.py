@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +37,8 @@ LOWEST_TEMPERATURE = 0.01
 """Minimum of temperatures above 0, as in vLLM: dividing by less loses the precision of the logits."""
 _LEAST_EDITS = 64
 _ARGMAX_BLOCK = 128
+_AT_ONCE = 16
+"""Rows that are drawn, or whose log-probabilities are read, at once."""
 _WHOLE = 1 << 30
 """Number that stands for the probability 1."""
 _NO_IDS = np.zeros(0, np.int64)
@@ -307,7 +310,19 @@ def choose(logits: jax.Array, parameters: SampleInput) -> jax.Array:
     likeliest = argmax(logits)
     # Drawing is a branch of this program, so that no request waits for the compilation of a second program.
     draws = jnp.asarray(parameters.temperature) > 0
-    return jax.lax.cond(draws.any(), lambda: jnp.where(draws, _draw(logits, parameters), likeliest), lambda: likeliest)
+    drawn = partial(_in_blocks, _draw, logits, parameters)
+    return jax.lax.cond(draws.any(), lambda: jnp.where(draws, drawn(), likeliest), lambda: likeliest)
+
+
+def _in_blocks(function: Callable[..., Any], *arrays: Any) -> Any:
+    """Return `function` of arrays, trees whose axis 0 is that of the rows, computed for so few rows at once that little memory
+    is taken: a copy of 64 rows of logits may have 37 MiB."""
+    rows = len(arrays[0])
+    if rows <= _AT_ONCE or rows % _AT_ONCE:
+        return function(*arrays)
+    blocks = jax.tree.map(lambda x: jnp.asarray(x).reshape(-1, _AT_ONCE, *x.shape[1:]), arrays)
+    found = jax.lax.map(lambda block: function(*block), blocks)
+    return jax.tree.map(lambda x: x.reshape(rows, *x.shape[2:]), found)
 
 
 def _draw(logits: jax.Array, parameters: SampleInput) -> jax.Array:
@@ -365,6 +380,10 @@ def read(logits: jax.Array, targets: jax.Array, num_top: int) -> tuple[TokenLogp
         targets: int32 `[R]` token ids.
         num_top: number of likeliest tokens `K`.
     """
+    return _in_blocks(partial(_read, num_top=num_top), logits, targets)  # type: ignore[no-any-return]
+
+
+def _read(logits: jax.Array, targets: jax.Array, *, num_top: int) -> tuple[TokenLogprobs, jax.Array]:
     target = jnp.take_along_axis(logits, targets[:, None], axis=1)
     rank = 1 + (logits > target).sum(-1)
     top, top_ids = jax.lax.top_k(logits, num_top)
