@@ -18,7 +18,6 @@ from typing import Any
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.engine.core import EngineCore
-from chunkattn.terminal.progress import timed
 
 _POOL_BYTES = 256 << 20
 _PROMPT = 60

@@ -21,7 +21,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 """Largest absolute difference from the reference, by dtype."""
 
 _ROWS, _SEQS, _WIDTH = 96, 6, 16
-_DECODES = 3
+_DECODES, _RUN = 3, 24
 _STRETCH = 1024
 _MAX_VALUE = 3**0.5
 """Bound of random values, and so of outputs: variance 1, and two bfloat16 roundings stay within the tolerance."""
@@ -95,15 +95,68 @@ def random_steps(
         weighs: whether batches weigh chunks anew in some of the questions.
         windowed: whether batches have the positions of pages. All parts begin on pages then, and some prompts have one part.
     """
+    sequences, tables = _random_sequences(rng, block_size, scale, weighs, windowed, _DECODES)
+    most_rows, steps = scale * _ROWS, list[AttentionBatch]()
+    while any(s.done < len(s.slots) for s in sequences) or not steps:
+        rows: list[Row] = []
+        for index, seq in enumerate(sequences):
+            prompt = seq.prompt_len - seq.done
+            most = min(prompt if prompt > 0 else min(1, len(seq.slots) - seq.done), most_rows - len(rows))
+            span = int(rng.integers(0, most + 1))
+            rows += seq.take(span, index)
+        steps.append(batch_of(sequences, tables, rows, most_rows, block_size, weighs=weighs, windowed=windowed))
+    return steps
+
+
+def random_run(
+    rng: np.random.Generator, *, block_size: int = 8, scale: int = 1, weighs: bool = False, windowed: bool = False
+) -> tuple[list[AttentionBatch], list[AttentionBatch]]:
+    """Return the steps of some prompts, and the steps of a run of decodes of them all. Rows end at different steps.
+
+    Args:
+        rng: source of random numbers.
+        block_size: see `random_steps`.
+        scale: see `random_steps`.
+        weighs: see `random_steps`.
+        windowed: see `random_steps`.
+    """
+    sequences, tables, options = list[PlannedPrompt](), np.zeros((0, 0), np.int32), {"weighs": weighs, "windowed": windowed}
+    while not sequences:
+        sequences, tables = _random_sequences(rng, block_size, scale, weighs, windowed, _RUN)
+        sequences, tables = _those_that_decode(sequences, tables)
+    size = scale * _ROWS
+    rows = [row for number, s in enumerate(sequences) for row in s.take(s.prompt_len, number)]
+    parts = [rows[first : first + size] for first in range(0, len(rows), size)]
+    prompts = [batch_of(sequences, tables, part, size, block_size, **options) for part in parts]
+    lengths = rng.integers(1, _RUN + 1, len(sequences))
+    run = []
+    for step in range(lengths.max()):
+        last = [(n, s.slots[s.prompt_len + min(step, lengths[n] - 1)], 0) for n, s in enumerate(sequences)]
+        run.append(batch_of(sequences, tables, last, _SEQS + 2, block_size, **options))
+    return prompts, run
+
+
+def _those_that_decode(sequences: list[PlannedPrompt], tables: np.ndarray) -> tuple[list[PlannedPrompt], np.ndarray]:
+    """Return the sequences with generated tokens and their tables, followed by unused tables."""
+    kept = [number for number, sequence in enumerate(sequences) if len(sequence.slots) > sequence.prompt_len]
+    chosen = np.zeros_like(tables)
+    chosen[: len(kept)] = tables[kept]
+    return [sequences[number] for number in kept], chosen
+
+
+def _random_sequences(
+    rng: np.random.Generator, block_size: int, scale: int, weighs: bool, windowed: bool, most_decodes: int
+) -> tuple[list[PlannedPrompt], np.ndarray]:
+    """Return random sequences, and the page tables `[sequences, width]` of as many as there may be."""
     sequences: list[PlannedPrompt] = []
-    width, most_rows = scale * _WIDTH, scale * _ROWS
+    width = scale * _WIDTH
     pool = rng.permutation(_SEQS * width).tolist()
     for _ in range(rng.integers(1, _SEQS + 1)):
         if windowed and rng.random() < 0.3:
             layout = make_layout([], [], rng.integers(0, 1000, rng.integers(1, width * block_size // 2)))
         else:
             layout = random_layout(rng, longest=5 * scale * block_size // 2, scoring=bool(rng.integers(2)))
-        decodes = _DECODES if layout.question_len else 0
+        decodes = most_decodes if layout.question_len else 0
         aligned = bool(rng.integers(2)) or (windowed and not layout.is_plain)
         sequence = PlannedPrompt.of(layout, block_size, aligned=aligned, decodes=decodes)
         if sequence.slots[-1] < width * block_size:
@@ -114,16 +167,7 @@ def random_steps(
             sequences.append(sequence)
     tables = np.zeros((_SEQS, width), np.int32)
     tables[: len(sequences)] = np.reshape([sequence.pages for sequence in sequences], (-1, width))
-    steps: list[AttentionBatch] = []
-    while any(s.done < len(s.slots) for s in sequences) or not steps:
-        rows: list[Row] = []
-        for index, seq in enumerate(sequences):
-            prompt = seq.prompt_len - seq.done
-            most = min(prompt if prompt > 0 else min(1, len(seq.slots) - seq.done), most_rows - len(rows))
-            span = int(rng.integers(0, most + 1))
-            rows += seq.take(span, index)
-        steps.append(batch_of(sequences, tables, rows, most_rows, block_size, weighs=weighs, windowed=windowed))
-    return steps
+    return sequences, tables
 
 
 def _full_of_nan(pool: jax.Array) -> jax.Array:
@@ -151,6 +195,7 @@ class Comparison:
     ) -> None:
         self._spec, self._rng, self._window = judged.spec, rng, window
         self._pair = [(b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (judged, oracle)]
+        self._advance = jax.jit(judged.advance)
         self.stretch = np.ones(judged.spec.head_dim)
         self.stretch[0] = _STRETCH if judged.spec.cache_dtype == FP8 else 1
 
@@ -163,21 +208,54 @@ class Comparison:
         Yields:
             The largest absolute difference of each step; NaN if a value of the judged backend is not finite.
         """
-        spec, options = self._spec, {"scale": self._spec.head_dim**-0.5, "window": self._window}
+        options = {"scale": self._spec.head_dim**-0.5, "window": self._window}
         caches = [jax.tree.map(_full_of_nan, b.allocate(steps[0].block_tables.size)) for b, _ in self._pair]
         for batch in steps:
-            rows, results = len(batch.row_seq), []
-            shapes = ((rows, spec.num_heads, spec.head_dim), *2 * [(rows, spec.num_kv_heads, spec.head_dim)])
-            drawn = (*map(self._rng.standard_normal, shapes[:2]), self._rng.uniform(-_MAX_VALUE, _MAX_VALUE, shapes[2]))
-            factors = (1 / self.stretch, self.stretch, self.stretch)
-            q, k, v = (jnp.asarray(x * by, spec.dtype) for x, by in zip(drawn, factors, strict=True))
+            drawn, results = self._draw(len(batch.row_seq)), []
             for i, (backend, forward) in enumerate(self._pair):
-                out, caches[i] = forward(q, k, v, caches[i], backend.build_metadata(batch), **options)
+                out, caches[i] = forward(*drawn, caches[i], backend.build_metadata(batch), **options)
                 results.append(np.asarray(out, np.float32) / self.stretch)
             if np.isfinite(results[0]).all():
                 yield float(np.abs(np.subtract(*results)[: batch.num_rows]).max(initial=0.0))
             else:
                 yield float("nan")
+
+    def run_differences(self, prompts: Sequence[AttentionBatch], run: Sequence[AttentionBatch]) -> Iterator[float]:
+        """Compute a run of decodes with the judged backend, with its metadata advanced and with that of every step.
+
+        Args:
+            prompts: steps that fill a pool, which starts full of NaN, with the prompts.
+            run: steps of the run.
+
+        Yields:
+            The largest absolute difference of each step's results and of the pools after it; NaN if a result or a value of the
+            pool differs in being finite.
+        """
+        options = {"scale": self._spec.head_dim**-0.5, "window": self._window}
+        backend, forward = self._pair[0]
+        cache = jax.tree.map(_full_of_nan, backend.allocate(run[0].block_tables.size))
+        for batch in prompts:
+            _, cache = forward(*self._draw(len(batch.row_seq)), cache, backend.build_metadata(batch), **options)
+        decodes, used, caches = backend.build_decodes(run[0]), np.arange(len(run[0].row_seq)) < run[0].num_rows, [cache, cache]
+        for batch in run:
+            drawn, results = self._draw(len(batch.row_seq)), []
+            steps = np.where(used, batch.row_slot - run[0].row_slot, 0).astype(np.int32)
+            for i, metadata in enumerate((self._advance(decodes, steps, used), backend.build_metadata(batch))):
+                out, caches[i] = forward(*drawn, caches[i], metadata, **options)
+                pools = (x.astype(jnp.float32) for x in jax.tree.leaves(caches[i]))
+                results.append([np.asarray(out, np.float32)[: batch.num_rows] / self.stretch, *map(np.asarray, pools)])
+            apart = [
+                np.abs(np.subtract(*pair))[~(np.isnan(pair[0]) & np.isnan(pair[1]))] for pair in zip(*results, strict=True)
+            ]
+            yield float(np.max([pair.max(initial=0.0) for pair in apart]))
+
+    def _draw(self, rows: int) -> list[jax.Array]:
+        """Return random queries, keys and values."""
+        spec = self._spec
+        shapes = ((rows, spec.num_heads, spec.head_dim), *2 * [(rows, spec.num_kv_heads, spec.head_dim)])
+        drawn = (*map(self._rng.standard_normal, shapes[:2]), self._rng.uniform(-_MAX_VALUE, _MAX_VALUE, shapes[2]))
+        factors = (1 / self.stretch, self.stretch, self.stretch)
+        return [jnp.asarray(x * by, spec.dtype) for x, by in zip(drawn, factors, strict=True)]
 
 
 def check_backend(
@@ -198,8 +276,9 @@ def check_backend(
 ) -> float:
     """Compare a backend with `reference` over random ragged batches.
 
-    The pool starts full of NaN, so a read of an invalid slot shows in the output. With `bits`, the rows of random prompts are
-    also computed alone and in companies: with other prompts added, other parts of the prompt added, lengthened, removed and
+    The pool starts full of NaN, so a read of an invalid slot shows in the output. If the backend `advances`, random runs of
+    decodes are computed with its `advance` and with its `build_metadata`, and compared. With `bits`, the rows of random prompts
+    are also computed alone and in companies: with other prompts added, other parts of the prompt added, lengthened, removed and
     moved, pages moved, spans cut elsewhere, and in steps and page tables of other sizes.
 
     Args:
@@ -235,6 +314,7 @@ def check_backend(
     judged_backend.batch_invariant = bits
     rng, worst = np.random.default_rng(seed), 0.0
     comparison = Comparison(judged_backend, get_backend("reference")(spec), rng.spawn(1)[0], window)
+    of_runs = rng.spawn(1)[0]
     for case in range(cases):
         windowed = window is not None
         steps = random_steps(rng, block_size=block_size, scale=scale, weighs=weighs, windowed=windowed)
@@ -245,6 +325,13 @@ def check_backend(
             if difference > TOLERANCE[dtype]:
                 raise AssertionError(f"{where}: differs from reference by {difference:.3g}, allowed {TOLERANCE[dtype]:.0e}")
             worst = max(worst, difference)
+        if judged_backend.advances and not bits:
+            run = random_run(of_runs, block_size=block_size, scale=scale, weighs=weighs, windowed=windowed)
+            for number, difference in enumerate(comparison.run_differences(*run)):
+                if not difference <= TOLERANCE[dtype]:
+                    where = f"backend {cls.name!r}, seed {seed}, case {case}, step {number} of a run of decodes"
+                    raise AssertionError(f"{where}: `advance` differs from `build_metadata` by {difference:.3g}")
+                worst = max(worst, difference)
     if bits:
         _check_bits(judged_backend, cases, seed, scale, comparison.stretch, weighs, window)
     return worst

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from chunkattn.backends.base import (
     KV,
@@ -25,6 +25,14 @@ from chunkattn.backends.base import (
 from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.blocks import CHIPS, LANES, LARGE_PAGE, TABLE, Blocks, Chip, Shape, chip_here
+from chunkattn.backends.pallas_tpu.decodes import (
+    Decodes,
+    WindowDecodes,
+    first_decodes,
+    move,
+    plan_decode_writes,
+    window_decodes,
+)
 from chunkattn.backends.pallas_tpu.pages import LENGTH_BITS
 from chunkattn.backends.pallas_tpu.plan import WindowWalk, cut_at_blocks, factors_of, fill_blocks, pad, scalars_of, window_walk
 from chunkattn.backends.pallas_tpu.write import block_rows, plan_writes, write_rows
@@ -47,6 +55,8 @@ _BLOCK_SIZES = (16, 32, 64, 128, 256)
 class PallasMetadata(NamedTuple):
     """A step as query tiles and decodes. `Q` and `E` are static bounds; the `num_` fields count the entries in use.
 
+    In a run of decodes, decode `i` is row `i`. The fields of query tiles and rows are None.
+
     Attributes:
         tiles: scalars of the query tiles, see `kernel.SCALARS`.
         num_tiles: query tiles in use.
@@ -64,19 +74,19 @@ class PallasMetadata(NamedTuple):
         shifts: position minus slot of every page; None without windows.
     """
 
-    tiles: Int32[StepArray, "scalars Q"]
-    num_tiles: Int32[StepArray, ""]
-    rows: Int32[StepArray, "blocks 8 lanes"]
+    tiles: Int32[StepArray, "scalars Q"] | None
+    num_tiles: Int32[StepArray, ""] | None
+    rows: Int32[StepArray, "blocks 8 lanes"] | None
     decodes: Int32[StepArray, "scalars E"]
     num_decodes: Int32[StepArray, ""]
-    decode_rows: Int32[StepArray, " E"]
-    decode_of_row: Int32[StepArray, " T"]
+    decode_rows: Int32[StepArray, " E"] | None
+    decode_of_row: Int32[StepArray, " T"] | None
     table: Int32[StepArray, "S 1 W"]
     pieces: Int32[StepArray, "write_blocks 6 size"]
     num_pieces: Int32[StepArray, " write_blocks"]
     tile_factors: Float32[StepArray, "2 Q"] | None
     decode_factors: Float32[StepArray, "2 E"] | None
-    windows: tuple[WindowWalk, ...]
+    windows: tuple[WindowWalk, ...] | tuple[WindowDecodes, ...]
     shifts: Int32[StepArray, "S 1 W"] | None
 
 
@@ -97,6 +107,7 @@ class PallasTpuBackend(AttentionBackend):
     weighs = True
     checked_by_auto = True
     can_keep_bits = True
+    advances = True
     max_pages = 1 << (31 - LENGTH_BITS)
     narrowest_table = 1 << 12  # 16 KiB of scalar memory a row, copied while another tile is computed
     max_table_pages = 1 << 15  # the megabyte of scalar memory holds four rows of the page table; with windows, six half as long
@@ -225,11 +236,8 @@ class PallasTpuBackend(AttentionBackend):
             by_row[:, field, :size] = np.pad(values, (0, blocks * size - rows)).reshape(blocks, size)
         pieces, num_pieces = plan_writes(batch, self._write_rows(rows))
         bound = min(seqs, rows)
+        table, shifts = _tables(batch)
         walks = [window_walk(batch, decode_rows, window, slots, size, blocks, bound) for window in self._windows]
-        shifts = None
-        if batch.page_position is not None:
-            page_start = np.arange(batch.block_tables.shape[1], dtype=np.int32) * batch.block_size
-            shifts = (batch.page_position - page_start)[:, None]
         num_tiles = scalars.shape[1]
         scalars = pad(scalars, blocks + bound * (1 if weighing is None else 2))
         decodes = pad(decodes, bound)
@@ -241,7 +249,7 @@ class PallasTpuBackend(AttentionBackend):
             num_decodes=np.int32(len(decode_rows)),
             decode_rows=pad(decode_rows, bound),
             decode_of_row=decode_of_row,
-            table=(batch.block_tables << LENGTH_BITS | batch.page_len)[:, None].astype(np.int32),
+            table=table,
             pieces=pieces,
             num_pieces=num_pieces,
             tile_factors=factors_of(batch, scalars),
@@ -250,10 +258,44 @@ class PallasTpuBackend(AttentionBackend):
             shifts=shifts,
         )
 
+    def build_decodes(self, batch: AttentionBatch) -> Decodes:
+        """Describe the decodes of a run's first step; see `AttentionBackend.build_decodes`."""
+        if self.spec.windowed:
+            batch = replace(batch, page_position=batch.page_positions())
+        return first_decodes(batch, *_tables(batch), self.shape(1).slots)
+
+    def advance(self, decodes: Decodes, steps: Int32[Array, " T"], used: Bool[Array, " T"]) -> PallasMetadata:
+        """Move the decodes; see `AttentionBackend.advance`."""
+        rows, bound, size, slots = len(steps), decodes.scalars.shape[1], self.spec.block_size, self.shape(1).slots
+        scalars, table, shifts = move(decodes.scalars, steps[:bound], used[:bound], slots), decodes.table, decodes.shifts
+        of_block = self._write_rows(rows)
+        pieces, num_pieces = plan_decode_writes(
+            scalars[kernel.LAST], table, decodes.count, size, of_block, -(-rows // of_block)
+        )
+        walks = list[WindowDecodes]()
+        if shifts is not None:
+            walks += [window_decodes(scalars, table, shifts, window, size, slots) for window in self._windows]
+        return PallasMetadata(
+            tiles=None,
+            num_tiles=None,
+            rows=None,
+            decodes=scalars,
+            num_decodes=decodes.count,
+            decode_rows=None,
+            decode_of_row=None,
+            table=table,
+            pieces=pieces,
+            num_pieces=num_pieces,
+            tile_factors=None,
+            decode_factors=decodes.factors,
+            windows=tuple(walks),
+            shifts=shifts,
+        )
+
     def forward(
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: PallasMetadata, *, scale: float, window: int | None = None
     ) -> tuple[Queries, KVCache]:
-        """Write, then attend with both kernels; see `AttentionBackend.forward`."""
+        """Write, then attend with both kernels, or with one in a run of decodes; see `AttentionBackend.forward`."""
         interpret = self.interpret
         if interpret is None:
             interpret = pltpu.InterpretParams() if jax.default_backend() != "tpu" else False
@@ -270,28 +312,64 @@ class PallasTpuBackend(AttentionBackend):
         if tiles.packed:  # the zeros of q multiply V; results come out in V's lanes
             q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles.head_dim - self.spec.head_dim)))
         common: dict[str, Any] = {"scale": scale, "window": window, **options}
-        table, several, single = metadata.table, metadata.tiles, metadata.decodes
-        num_tiles, several_factors, single_factors = metadata.num_tiles, metadata.tile_factors, metadata.decode_factors
-        several_visits = single_visits = None
+        out, lanes = None, slice(tiles.head_dim - self.spec.head_dim, None)
+        if metadata.tiles is not None:
+            out = self._attend_tiles(q, cache, metadata, tiles, common)
+            if self.batch_invariant:  # there are no decodes
+                return out[..., lanes], cache
+        single, factors, visits = metadata.decodes, metadata.decode_factors, None
         if window is not None:  # chunks are weighed anew in full attention alone
-            walk, several_factors, single_factors = metadata.windows[self._windows.index(window)], None, None
-            several, num_tiles, single = walk.tiles, walk.num_tiles, walk.decodes
-            assert metadata.shifts is not None
-            several_visits, single_visits = (kernel.Window(x, metadata.shifts) for x in (walk.tile_visits, walk.decode_visits))
-        wide = _pad_rows(q.reshape(rows, -1), size)
-        out = kernel.attend(
-            several, several_factors, num_tiles, wide, metadata.rows, table, cache, tiles, visits=several_visits, **common
-        )
-        out = out[:rows].reshape(q.shape)
-        if self.batch_invariant:  # there are no decodes
-            return out[..., tiles.head_dim - self.spec.head_dim :], cache
-        alone = q[metadata.decode_rows].reshape(-1, tiles.kv_heads, tiles.groups, tiles.head_dim)
+            walk, factors, shifts = metadata.windows[self._windows.index(window)], None, metadata.shifts
+            assert shifts is not None
+            single, listed = walk if isinstance(walk, WindowDecodes) else (walk.decodes, walk.decode_visits)
+            visits = kernel.Window(listed, shifts)
+        alone = q[: single.shape[1]] if metadata.decode_rows is None else q[metadata.decode_rows]
+        alone = alone.reshape(-1, tiles.kv_heads, tiles.groups, tiles.head_dim)
         decoded = kernel.attend(
-            single, single_factors, metadata.num_decodes, alone, None, table, cache, decodes, visits=single_visits, **common
+            single, factors, metadata.num_decodes, alone, None, metadata.table, cache, decodes, visits=visits, **common
         )
-        decoded = decoded.reshape(-1, *q.shape[1:])[jnp.maximum(metadata.decode_of_row, 0)]
-        out = jnp.where((metadata.decode_of_row >= 0)[:, None, None], decoded, out)
-        return out[..., tiles.head_dim - self.spec.head_dim :], cache
+        decoded = decoded.reshape(-1, *q.shape[1:])
+        if out is None:
+            is_decode = jnp.arange(len(decoded)) < metadata.num_decodes
+            out = jnp.pad(jnp.where(is_decode[:, None, None], decoded, 0), ((0, rows - len(decoded)), (0, 0), (0, 0)))
+        else:
+            assert metadata.decode_of_row is not None
+            decoded = decoded[jnp.maximum(metadata.decode_of_row, 0)]
+            out = jnp.where((metadata.decode_of_row >= 0)[:, None, None], decoded, out)
+        return out[..., lanes], cache
+
+    def _attend_tiles(
+        self, q: Queries, cache: KVCache, metadata: PallasMetadata, shape: Shape, common: dict[str, Any]
+    ) -> Queries:
+        """Return the attention of the rows of query tiles; that of other rows is zero.
+
+        Args:
+            q: queries, padded to `shape.head_dim`.
+            cache: pages already written.
+            metadata: the step.
+            shape: sizes of the kernel over query tiles.
+            common: further arguments of `kernel.attend`.
+        """
+        several, count, factors, visits = metadata.tiles, metadata.num_tiles, metadata.tile_factors, None
+        if (window := common["window"]) is not None:
+            walk, factors, shifts = metadata.windows[self._windows.index(window)], None, metadata.shifts
+            assert isinstance(walk, WindowWalk)
+            assert shifts is not None
+            several, count, visits = walk.tiles, walk.num_tiles, kernel.Window(walk.tile_visits, shifts)
+        assert several is not None
+        assert count is not None
+        wide = _pad_rows(q.reshape(len(q), -1), shape.rows)
+        out = kernel.attend(several, factors, count, wide, metadata.rows, metadata.table, cache, shape, visits=visits, **common)
+        return out[: len(q)].reshape(q.shape)
+
+
+def _tables(batch: AttentionBatch) -> tuple[Int32[np.ndarray, "S 1 W"], Int32[np.ndarray, "S 1 W"] | None]:
+    """Return the table and the shifts of `PallasMetadata`."""
+    table, shifts = (batch.block_tables << LENGTH_BITS | batch.page_len)[:, None].astype(np.int32), None
+    if batch.page_position is not None:
+        page_start = np.arange(batch.block_tables.shape[1], dtype=np.int32) * batch.block_size
+        shifts = (batch.page_position - page_start)[:, None]
+    return table, shifts
 
 
 def _divisor(number: int, most: int) -> int:
