@@ -315,8 +315,10 @@ def choose(logits: jax.Array, parameters: SampleInput) -> jax.Array:
 
 
 def _in_blocks(function: Callable[..., Any], *arrays: Any) -> Any:
-    """Return `function` of arrays, trees whose axis 0 is that of the rows, computed for so few rows at once that little memory
-    is taken: a copy of 64 rows of logits may have 37 MiB."""
+    """Return `function` of arrays, trees whose axis 0 is that of the rows, computed for few rows at once.
+
+    A copy of 64 rows of logits may take 37 MiB.
+    """
     rows = len(arrays[0])
     if rows <= _AT_ONCE or rows % _AT_ONCE:
         return function(*arrays)
@@ -380,7 +382,8 @@ def read(logits: jax.Array, targets: jax.Array, num_top: int) -> tuple[TokenLogp
         targets: int32 `[R]` token ids.
         num_top: number of likeliest tokens `K`.
     """
-    return _in_blocks(partial(_read, num_top=num_top), logits, targets)  # type: ignore[no-any-return]
+    values: tuple[TokenLogprobs, jax.Array] = _in_blocks(partial(_read, num_top=num_top), logits, targets)
+    return values
 
 
 def _read(logits: jax.Array, targets: jax.Array, *, num_top: int) -> tuple[TokenLogprobs, jax.Array]:
