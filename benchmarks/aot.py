@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,10 +24,12 @@ from chunkattn.engine.runner import Runner
 from chunkattn.engine.step import StepBuilder
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.families import spec_from_config
+from chunkattn.models.joined import joined_weights, joins
 from chunkattn.models.shards import ONE_DEVICE, Shards
 from chunkattn.tools.bench.geometry import GEOMETRIES, sizes
 
 MIB = 2**20
+Program = Callable[[Runner, StepBuilder, int], jax.stages.Lowered]
 _COLLECTIVE = re.compile(r"\s(all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\(")
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5, "tie_word_embeddings": False}
 MODELS = {
@@ -121,13 +123,14 @@ class Step:
     """Number of layers to compile; all by default. The pool keeps the pages of the whole model."""
 
 
-def decoder(model: str, layers: int | None = None, platform: str = "cpu") -> Decoder:
+def decoder(model: str, layers: int | None = None, platform: str = "cpu", shards: Shards | None = None) -> Decoder:
     """Return a model without its weights' values.
 
     Args:
         model: name in `MODELS`.
         layers: number of layers; None for all.
         platform: platform that the weights are stored for.
+        shards: devices that share the model.
     """
     config = deepcopy(MODELS[model])
     if layers is not None:
@@ -135,8 +138,11 @@ def decoder(model: str, layers: int | None = None, platform: str = "cpu") -> Dec
         if getattr(config, "layer_types", None):
             config.layer_types = config.layer_types[:layers]
     spec = spec_from_config(config).stored_for(platform)
-    dtype = jnp.dtype("bfloat16")
-    return Decoder(spec, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in spec.parameters().items()}, dtype)
+    dtype, held, shapes = jnp.dtype("bfloat16"), shards or ONE_DEVICE, spec.parameters()
+    if joins(platform):
+        for name, joined in joined_weights(spec).items():
+            shapes = {n: shape for n, shape in shapes.items() if n not in joined.parts} | {name: joined.shape(held)}
+    return Decoder(spec, {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}, dtype, held)
 
 
 def planned(model: str, memory_bytes: int, config: EngineConfig | None = None, size: int = 1) -> Plan:
@@ -150,6 +156,7 @@ def lower_step(
     backend: Callable[[AttentionSpec], AttentionBackend],
     memory_bytes: int,
     where: jax.sharding.Sharding | Sequence[jax.Device],
+    program: Program | None = None,
 ) -> tuple[dict[str, Any], Callable[[], jax.stages.Lowered]]:
     """Return the sizes of a step beside the pool that the engine would allocate, and a function that lowers the step.
 
@@ -158,6 +165,7 @@ def lower_step(
         backend: makes the attention backend.
         memory_bytes: memory of a device in bytes.
         where: sharding of all arrays on one device, or the devices that share the model.
+        program: lowers another program than the step, from its runner, its builder and the number of pages.
     """
     config = EngineConfig(
         max_num_seqs=step.max_num_seqs,
@@ -165,9 +173,10 @@ def lower_step(
         block_size=step.block_size,
         kv_cache_dtype=step.kv_cache_dtype,
     )
-    model, sharding = decoder(step.model, step.layers), where if isinstance(where, jax.sharding.Sharding) else None
-    shards = ONE_DEVICE if isinstance(where, jax.sharding.Sharding) else Shards.over(where, model.spec)
-    model = replace(model, shards=shards)
+    sharding = where if isinstance(where, jax.sharding.Sharding) else None
+    devices = list(sharding.device_set) if sharding else list(where)
+    shards = ONE_DEVICE if sharding else Shards.over(devices, decoder(step.model, step.layers).spec)
+    model = decoder(step.model, step.layers, devices[0].platform, shards)
     attention = backend(attention_spec(config, model.spec, jnp.dtype("bfloat16"), shards))
     memory = planned(step.model, memory_bytes, config, shards.size)
     runner = Runner(model, attention, 0, config.max_logprobs)
@@ -179,4 +188,6 @@ def lower_step(
         block_size=step.block_size,
     )
     sizes = {"pages": memory.num_pages, "weights_mib": round(memory.weight_bytes / MIB)}
+    if program is not None:
+        return sizes, lambda: program(runner, builder, memory.num_pages)
     return sizes, lambda: runner.lower(builder.empty(step.rows, step.width), memory.num_pages, sharding)

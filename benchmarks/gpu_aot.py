@@ -6,7 +6,8 @@
 The command compiles one layer's call of the kernels in the main settings, JAX's own `attention_mgpu` for comparison, a layer of
 experts, and whole steps of Qwen3-0.6B and Llama-3-8B, and of Llama-3-8B and 70B shared by GPUs. It prints registers, spilled
 bytes and shared memory of every kernel, and the instructions that a warp issues per tile of 64 rows and 128 slots: without a
-mask, with one, and in the producer. Steps are compared with the memory that JAX takes of the card's 80 GB. `--quick` compiles
+mask, with one, and in the producer. Of programs of Qwen3-0.6B, it prints launches, bytes and CUDA graphs. Steps are compared
+with the memory that JAX takes of the card's 80 GB. `--quick` compiles
 the common settings and steps of two layers; `--grid` compiles every supported head_dim, page size and dtype instead. Counts
 are the compiler's; nothing is timed.
 """
@@ -19,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
 from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -26,9 +28,12 @@ from typing import Any
 
 from benchmarks.nvidia import hopper
 
-PARTS = "kernels", "peers", "steps", "experts"
+PARTS = "kernels", "peers", "steps", "experts", "launches"
+_PROCESSES = ("kernels", "peers"), ("steps", "experts"), ("launches",)
+"""Parts that are compiled in the same process."""
 HEAD_DIMS = 64, 128, 256
 _DUMPS: Path | None = None
+_THUNKS: Path | None = None
 
 
 def _watch_kernels() -> None:
@@ -38,10 +43,21 @@ def _watch_kernels() -> None:
     hopper.prepare(_DUMPS)
 
 
-def _compile(case: Any) -> dict[str, Any]:
-    from benchmarks import experts_aot
-    from benchmarks.nvidia import attention, peer, step
+def _watch_thunks() -> None:
+    """Set up the process that counts launches."""
+    global _THUNKS
+    _THUNKS = Path(tempfile.mkdtemp(prefix="thunks-"))
+    hopper.prepare(thunks=_THUNKS)
 
+
+def _compile(case: Any) -> dict[str, Any]:
+    from benchmarks import experts_aot, launches
+    from benchmarks.nvidia import attention, peer, step, thunks
+
+    if isinstance(case, launches.LaunchCase):
+        assert _THUNKS is not None
+        read, backend = partial(thunks.read_thunks, _THUNKS), attention.CompiledBackend
+        return launches.compile_launches(case, backend, hopper.JAX_BYTES, hopper.sharding(), read)
     if isinstance(case, step.GpuStep):
         return step.compile_step(case)
     if isinstance(case, experts_aot.ExpertsCase):
@@ -52,18 +68,25 @@ def _compile(case: Any) -> dict[str, Any]:
     return peer.compile_peer(case, _DUMPS)
 
 
-def compile_all(kernels: Iterable[Any], steps: Iterable[Any]) -> Iterable[dict[str, Any]]:
-    """Yield results as they arrive, from two processes."""
+def compile_all(kernels: Iterable[Any], steps: Iterable[Any], counted: Iterable[Any] = ()) -> Iterable[dict[str, Any]]:
+    """Yield results as they arrive, from three processes."""
     spawn = get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, _watch_kernels) as watched, ProcessPoolExecutor(1, spawn, hopper.prepare) as plain:
+    with (
+        ProcessPoolExecutor(1, spawn, _watch_kernels) as watched,
+        ProcessPoolExecutor(1, spawn, hopper.prepare) as plain,
+        ProcessPoolExecutor(1, spawn, _watch_thunks) as counting,
+    ):
         jobs = [watched.submit(_compile, case) for case in kernels] + [plain.submit(_compile, case) for case in steps]
+        jobs += [counting.submit(_compile, case) for case in counted]
         for job in as_completed(jobs):
             yield job.result()
 
 
 def describe(result: dict[str, Any]) -> list[str]:
     """Return the lines of a result."""
-    if result["kind"] == "step":
+    if result["kind"] == "launches":
+        name = f"{result['model']}, {result['program']} of {result['rows']} rows, {result['layers'] or 'all'} layers"
+    elif result["kind"] == "step":
         name = f"{result['model']}, {result['rows']} rows, {result['layers'] or 'all'} layers, {result['backend']}, "
         name += f"pages of {result['block_size']}, KV {result['kv_cache_dtype']}"
         name += f", {result['gpus']} GPUs, collectives {dict(result['collectives'])}" if result["gpus"] > 1 else ""
@@ -81,6 +104,10 @@ def describe(result: dict[str, Any]) -> list[str]:
     line = f"{result['kind']:15} {name}: "
     if not result["compiled"]:
         return [line + "FAILED: " + result["error"].splitlines()[0]]
+    if result["kind"] == "launches":
+        from benchmarks.launches import describe as counts
+
+        return [line + counts(result)]
     line += f"{result['seconds']} s, memory {result['hbm_mib']:.0f} MiB, {result['temporary_mib']:g} of them temporary"
     if result["kind"] == "step":
         return [line + f", of {result['hbm_limit_mib']}: {'fits' if result['fits'] else 'DOES NOT FIT'}"]
@@ -131,7 +158,7 @@ def main() -> None:
         hopper.prepare()
     except hopper.NoCompiler as error:
         sys.exit(str(error))
-    from benchmarks import experts_aot
+    from benchmarks import experts_aot, launches
     from benchmarks.nvidia import attention, peer, step
 
     parts: dict[str, Iterable[Any]] = {
@@ -139,20 +166,20 @@ def main() -> None:
         "peers": (case for head_dim in ((128,) if args.quick else HEAD_DIMS) for case in peer.peers(head_dim)),
         "steps": step.steps(args.layers or (2 if args.quick else None)),
         "experts": experts_aot.cases("h100"),
+        "launches": launches.cases("h100", 64, 640, runs=attention.CompiledBackend.advances, quick=args.quick),
     }
     if args.grid:
         parts = {"kernels": attention.grid()}
     chosen = [part for part in parts if part in (args.only or PARTS)]
-    kernels = [case for part in chosen if part not in ("steps", "experts") for case in parts[part]]
-    steps = [case for part in chosen if part in ("steps", "experts") for case in parts[part]]
+    kernels, steps, counted = ([case for part in chosen if part in of for case in parts[part]] for of in _PROCESSES)
     results = []
-    for result in compile_all(kernels, steps):
+    for result in compile_all(kernels, steps, counted):
         results.append(result)
         print("\n".join(describe(result)), flush=True, file=sys.stderr if args.json == "-" else sys.stdout)
     if args.json == "-":
         print(json.dumps(results, indent=2))
     else:
-        print("\n".join(compare(results)))
+        print("\n".join(compare(results) + launches.describe_layers(results)))
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     sys.exit(not all(result["compiled"] and result.get("fits", True) for result in results))

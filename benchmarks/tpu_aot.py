@@ -6,9 +6,9 @@
 
 The command compiles for each chip: one layer's call of the kernels in the main settings, with the static schedule of their
 inner loops; JAX's splash attention (with an equal mask) and ragged paged attention for comparison; whole steps of Qwen3-0.6B
-and, where it fits, Llama-3-8B; a layer of experts; and a recurrent layer. Failed compilations report the reason. `--quick` is
-the common case on v6e, in a few seconds; `--grid` compiles every supported head_dim, page size and dtype instead. Shares are
-estimates from bundles; they are not measured on a chip.
+and, where it fits, Llama-3-8B; a layer of experts; a recurrent layer; and programs of Qwen3-0.6B, whose operations and bytes it
+counts. Failed compilations report the reason. `--quick` is the common case on v6e, in a few seconds; `--grid` compiles every
+supported head_dim, page size and dtype instead. Shares are estimates from bundles; they are not measured on a chip.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.tpu  # noqa: F401  sets libtpu's environment
-from benchmarks import experts_aot, recurrent_aot
+from benchmarks import experts_aot, launches, recurrent_aot
 from benchmarks.tpu import attention, peers, step
 from benchmarks.tpu.chips import CHIPS
 from benchmarks.tpu.schedule import dump_schedules
 
-PARTS = "kernels", "peers", "steps", "experts", "recurrent"
+PARTS = "kernels", "peers", "steps", "experts", "recurrent", "launches"
 _SCHEDULES: Path | None = None
 
 
@@ -39,6 +39,9 @@ def _want_schedules() -> None:
 
 
 def _compile(case: Any) -> dict[str, Any]:
+    if isinstance(case, launches.LaunchCase):
+        chip = CHIPS[case.chip]
+        return launches.compile_launches(case, attention.compiled_backend(case.chip), chip.hbm_bytes, chip.sharding())
     if isinstance(case, step.Step):
         return step.compile_step(case)
     if isinstance(case, experts_aot.ExpertsCase):
@@ -65,7 +68,9 @@ def compile_all(calls: Iterable[Any], without_schedules: Iterable[Any]) -> Itera
 
 def describe(result: dict[str, Any]) -> str:
     """Return a result as one line."""
-    if result["kind"] == "step":
+    if result["kind"] == "launches":
+        name = f"{result['model']}, {result['program']} of {result['rows']} rows, {result['layers'] or 'all'} layers"
+    elif result["kind"] == "step":
         name = f"{result['model']}, {result['rows']} rows, {result['width']} pages a sequence, KV {result['kv_cache_dtype']}"
     elif result["kind"] == "attention":
         kept = result["kv_dtype"] or result["dtype"]
@@ -86,6 +91,8 @@ def describe(result: dict[str, Any]) -> str:
     line = f"{result['chip']}  {result['kind']:12}  {name}: "
     if not result["compiled"]:
         return line + "FAILED: " + result["error"].splitlines()[0]
+    if result["kind"] == "launches":
+        return line + launches.describe(result)
     line += f"{result['seconds']} s, HBM {result['hbm_mib']:.0f} MiB, {result['temporary_mib']:g} of them temporary"
     if result["kind"] == "step":
         return line + f", of {result['hbm_limit_mib']}: {'fits' if result['fits'] else 'DOES NOT FIT'}"
@@ -149,9 +156,10 @@ def main() -> None:
                 "steps": step.steps(chip, args.layers),
                 "experts": experts_aot.cases(chip),
                 "recurrent": recurrent_aot.cases(chip),
+                "launches": launches.cases(chip, 16, 4096, runs=attention.PallasTpuBackend.advances, quick=True),
             }
             for part in args.only or PARTS:
-                (plain if part in ("steps", "experts", "recurrent") else calls).extend(parts[part])
+                (calls if part in ("kernels", "peers") else plain).extend(parts[part])
     results = []
     for result in compile_all(calls, plain):
         results.append(result)
@@ -159,13 +167,13 @@ def main() -> None:
     if args.json == "-":
         print(json.dumps(results, indent=2))
     else:
-        print("\n".join(compare(results)))
+        print("\n".join(compare(results) + launches.describe_layers(results)))
         if args.json:
             Path(args.json).write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     if unread := {result["unread"] for result in results if "unread" in result}:
         sys.exit("\n".join(sorted(unread)))
     # A peer's tiles may be too large.
-    ours = [result for result in results if result["kind"] in ("attention", "step", "experts", "recurrent")]
+    ours = [result for result in results if result["kind"] not in ("splash", "ragged_paged")]
     sys.exit(not all(result["compiled"] and result.get("fits", True) for result in ours))
 
 

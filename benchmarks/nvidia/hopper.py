@@ -46,13 +46,18 @@ gpu_device_info {{
   cuda_compute_capability {{ major: 9 }}
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
+  driver_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
 }}
 platform_name: "CUDA"
 dnn_version_info {{ major: 9 minor: 12 }}
 runtime_version {{ major: 13 minor: 0 patch: 0 }}
 device_description_str: "{NAME}"
 """
-"""Figures of the H100 SXM5, in XLA's text format `GpuTargetConfigProto`."""
+"""Figures of the H100 SXM5, in XLA's text format `GpuTargetConfigProto`.
+
+XLA puts library calls and custom calls into CUDA graphs only for drivers of CUDA 12.3 and newer.
+"""
 _FLAGS = "--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false"
 """Autotuning times kernels, so it needs a GPU. Without it, Triton's products are of no known quality."""
 
@@ -61,11 +66,12 @@ class NoCompiler(RuntimeError):
     """The environment has no CUDA compiler."""
 
 
-def prepare(dumps: Path | None = None) -> None:
+def prepare(dumps: Path | None = None, thunks: Path | None = None) -> None:
     """Set the process up to compile for an H100; call it before JAX is imported.
 
     Args:
         dumps: folder into which Mosaic writes what the compilers say about every kernel; None writes nothing.
+        thunks: folder into which XLA writes HLO and thunks of every program; None writes nothing.
 
     Raises:
         NoCompiler: JAX's CUDA plugin or a CUDA compiler is not installed.
@@ -81,7 +87,8 @@ def prepare(dumps: Path | None = None) -> None:
     os.environ["PATH"] = f"{root / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
     os.environ["JAX_PLATFORMS"] = "cpu,cuda"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # the plugin would look for a driver
-    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS]).strip()
+    flags = [] if thunks is None else [f"--xla_dump_to={thunks}", "--xla_dump_hlo_as_text"]
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *_FLAGS, *flags]).strip()
     if dumps is not None:
         os.environ["MOSAIC_GPU_DUMP_TO"] = str(dumps)
     _name_the_platform()

@@ -19,7 +19,8 @@ from chunkattn.backends.base import HeadInputs
 from chunkattn.backends.recurrence import Inputs
 from chunkattn.models.adapter_slots import RowAdapters
 from chunkattn.models.experts import mix, route
-from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_several, rms_norm, rows_dtype
+from chunkattn.models.joined import joined_name, multiplied
+from chunkattn.models.linear import add_rms_norm, gated, multiply, multiply_rounded, multiply_several, rms_norm, rows_dtype
 from chunkattn.models.mixers import EXACT, RECURRENT, Attention, GatedDeltaNet, QueryGrowth
 from chunkattn.models.packed import Weight, unpacked
 from chunkattn.models.shards import ONE_DEVICE, Shards
@@ -52,8 +53,9 @@ class Decoder:
 
     Attributes:
         spec: shape of the decoder.
-        weights: parameters by the names of `DecoderSpec.parameters`, packed or of dtype `dtype`. Each layer has arrays of its
-            own instead of a slice for a scan: XLA:CPU copies the slice of a stacked bf16 weight at every use.
+        weights: parameters by the names of `DecoderSpec.parameters`, packed or of dtype `dtype`. Those of some modules may be
+            joined, see `Joined`. Each layer has arrays of its own instead of a slice for a scan: XLA:CPU copies the slice of
+            a stacked bf16 weight at every use.
         dtype: dtype of parameters, activations and KV. Rows stay float32 until a packed parameter multiplies them.
         shards: devices that share the parameters. On several, the methods run inside `Shards.map`, on one device's part.
         adapters: adapters of the rows of one step; None for none.
@@ -247,7 +249,12 @@ class Decoder:
 
     def _several(self, x: jax.Array, names: Sequence[str]) -> list[jax.Array]:
         """Return float32 `[N, out]` for each name, from one input `[N, in]`."""
-        products = multiply_several(x, [self.weights[f"{name}.weight"] for name in names])
+        joined = joined_name(names)
+        if joined in self.weights:
+            product = (multiply if RECURRENT in joined else multiply_rounded)(x, unpacked(self.weights[joined]))
+            products = multiplied(product, joined, self.spec, self.shards)
+        else:
+            products = multiply_several(x, [self.weights[f"{name}.weight"] for name in names])
         if self.adapters is not None:
             products = self.adapters.add(products, x, names)
         return [self._biased(product, name) for product, name in zip(products, names, strict=True)]
@@ -266,7 +273,8 @@ class Decoder:
 
     def _dtype_into(self, names: Sequence[str]) -> jnp.dtype:
         """Return the dtype of rows that parameters multiply; float32 if there is no parameter."""
-        return rows_dtype([self.weights[name] for name in names], self.dtype if names else jnp.dtype("float32"))
+        weights = [self.weights[name] for name in names if name in self.weights]  # joined weights are not packed
+        return rows_dtype(weights, self.dtype if names else jnp.dtype("float32"))
 
     def _scale(self, name: str) -> jax.Array:
         """Return the factors of a norm."""

@@ -126,13 +126,33 @@ def _dots(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
     return [dot(x, weight) for weight in weights]
 
 
+def multiply_rounded(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """Return `multiply`, its results rounded once to the weight's dtype where that is bfloat16. Half of the bytes go to memory.
+
+    Args:
+        x: `[N, in]`.
+        weight: `[out, in]`.
+    """
+    if weight.dtype != jnp.bfloat16:  # float16 has too small a range
+        return multiply(x, weight)
+
+    def rounded(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return dot(x, weight, weight.dtype).astype(jnp.float32)
+
+    def on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:  # XLA:CPU has no fast product with such results
+        return jax.lax.reduce_precision(multiply(x, weight), exponent_bits=8, mantissa_bits=7)
+
+    product: jax.Array = jax.lax.platform_dependent(x.astype(weight.dtype), weight, cpu=on_cpu, default=rounded)
+    return product
+
+
 def rows_dtype(weights: Sequence[Weight], dtype: jnp.dtype) -> jnp.dtype:
     """Return the dtype of rows that `multiply` takes without loss: `dtype`, or float32 where a weight is packed."""
     return _FLOAT32 if any(isinstance(weight, Packed) for weight in weights) else dtype
 
 
-def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return XLA's own product of `multiply`, for operands of one dtype.
+def dot(x: jax.Array, weight: jax.Array, dtype: jnp.dtype = _FLOAT32) -> jax.Array:
+    """Return XLA's own product of `multiply` in `dtype`, for operands of one dtype. Sums are float32.
 
     On CPUs a row has the same bits beside any number of other rows, but in bfloat16 on processors with AMX.
     """
@@ -142,7 +162,7 @@ def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
     if columns < _COLUMNS:
         weight = jnp.pad(weight, ((0, _COLUMNS - columns), (0, 0)))
     product = jax.lax.dot_general(
-        x, weight, (((1,), (1,)), ((), ())), precision=_precision(weight.dtype), preferred_element_type=jnp.float32
+        x, weight, (((1,), (1,)), ((), ())), precision=_precision(weight.dtype), preferred_element_type=dtype
     )
     return product[:rows, :columns]
 
@@ -150,8 +170,14 @@ def dot(x: jax.Array, weight: jax.Array) -> jax.Array:
 def sums(x: jax.Array) -> jax.Array:
     """Return the sums over the last axis of float32 `[*axes, N]`, as `[*axes, 1]`.
 
-    A product has one order of additions for any number of rows. XLA:CPU's own sums do not.
+    CPUs multiply by ones: a product has one order of additions for any number of rows, and XLA:CPU's own sums do not.
+    Accelerators reduce, in the kernel that makes the numbers. They promise bits in programs of one size alone, where every row
+    has the same order.
     """
+    return jax.lax.platform_dependent(x, cpu=_sums_by_product, default=partial(jnp.sum, axis=-1, keepdims=True))
+
+
+def _sums_by_product(x: jax.Array) -> jax.Array:
     ones = jnp.ones((1, x.shape[-1]), jnp.float32)
     return dot(x.reshape(-1, x.shape[-1]), ones).reshape(*x.shape[:-1], 1)
 

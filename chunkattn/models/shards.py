@@ -49,6 +49,7 @@ _OUTPUTS = {
     **dict.fromkeys(("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head"), divided(_ALL)),
     **dict.fromkeys(("k_proj", "v_proj"), divided(KV_HEADS)),
     **dict.fromkeys((f"in_proj_{part}" for part in "qkvzba"), divided(_ALL)),
+    **dict.fromkeys(("qkv_proj", "gate_up_proj", "in_proj_qkvzba"), divided(_ALL)),
     **dict.fromkeys((f"conv_{part}" for part in "qkv"), divided(_ALL)),
 }
 """Partition of the modules that are divided along axis 0 of their weight, and of their bias."""

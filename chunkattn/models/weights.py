@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from safetensors.flax import save_file
@@ -20,6 +21,7 @@ from chunkattn.models.decoder import Decoder
 from chunkattn.models.fused import SplitTensors, split_tensors
 from chunkattn.models.gguf_file import GGUFFile, open_gguf
 from chunkattn.models.gguf_tensors import GGUFTensors
+from chunkattn.models.joined import joined_weights, joins
 from chunkattn.models.merged import MergedTensors
 from chunkattn.models.mixers import EXACT
 from chunkattn.models.packed import Packed, Weight
@@ -48,8 +50,8 @@ def load_weights(
 ) -> Decoder:
     """Return a decoder with a checkpoint's weights, read tensor by tensor, packed or cast to `dtype`.
 
-    Host memory holds at most one tensor beside the finished tensors. Of a tensor that devices divide, each part is read
-    alone.
+    Host memory holds at most one tensor beside the finished tensors, or one device's part of a joined weight and a part of
+    that. Of a tensor that devices divide, each part is read alone.
 
     Args:
         spec: shape of the decoder.
@@ -108,6 +110,14 @@ def fill(
     types = {parameter: source.stored_type(name) for parameter, name in names.items()}
     formats = {} if packing is None else plan_packing(packing, types, shapes, shards)
     weights: dict[str, Weight] = {}
+    if joins(shards.devices[0].platform):
+        for whole, joined in joined_weights(spec).items():
+            if formats.keys() & joined.parts.keys():
+                continue
+            read = partial(joined.read, lambda part, index: _read_finite(source, names[part], dtype, index), dtype, shards)
+            weights[whole] = shards.load(whole, joined.shape(shards), read)
+            for part in joined.parts:
+                source.release(names.pop(part))
     for parameter, name in names.items():
         if packing is not None and (form := formats.get(parameter)):
             read = partial(_rounded, source, name) if form != types[parameter] else partial(_stored, source, name)
@@ -216,8 +226,11 @@ def save_weights(model: Decoder, folder: Path) -> None:
     Raises:
         ModelError: a parameter is packed.
     """
-    arrays = {name: weight for name, weight in model.weights.items() if not isinstance(weight, Packed)}
-    if packed := model.weights.keys() - arrays.keys():
+    joined, arrays = joined_weights(model.spec), dict[str, jax.Array]()
+    for name, weight in model.weights.items():
+        if not isinstance(weight, Packed):
+            arrays |= joined[name].separate(weight, model.shards) if name in joined else {name: weight}
+    if packed := [name for name, weight in model.weights.items() if isinstance(weight, Packed)]:
         raise ModelError(f"{min(packed)!r} is packed, which safetensors cannot hold; load the model with weights='dequantized'")
     for name in [name for name, weight in arrays.items() if weight.ndim == 3]:
         stacked, (before, module, leaf) = arrays.pop(name), name.rsplit(".", 2)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from benchmarks.launches import by_layer
+
 pytestmark = [pytest.mark.tpu, pytest.mark.timeout(1800)]
 
 KERNELS = ("--topology", "v6e", "--only", "kernels")
@@ -17,7 +19,7 @@ def compiled(*options):
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.stdout, done.stderr
     found = json.loads(done.stdout)
-    ours = [case for case in found if case["kind"] in ("attention", "step", "experts", "recurrent")]
+    ours = [case for case in found if case["kind"] not in ("splash", "ragged_paged")]
     assert not [(case["chip"], case["error"]) for case in ours if not case["compiled"]]
     return [case for case in found if case["compiled"]]
 
@@ -68,6 +70,31 @@ def test_a_run_of_decodes_writes_the_pool_in_place():
     assert run["aliased_mib"] == run["pool_mib"] > 1000
     assert not run["copies"]
     assert run["temporary_mib"] <= 3.5 * 64 * 151936 * 4 / 2**20
+
+
+def check_launches(cases, chips, decodes, prefills):
+    """No program copies a weight, and a layer has few operations."""
+    cases = [case for case in cases if case["kind"] == "launches"]
+    assert {case["chip"] for case in cases} == chips
+    for case in cases:
+        assert case["weights"] == (1 if case["program"] == "labels" else 4 * case["layers"] + 1), case
+        assert not case["copied_weights"], case
+    layers = by_layer(cases)
+    assert {(chip, program) for chip in chips for program in ("decodes", "step")} <= {(one.chip, one.program) for one in layers}
+    for one in layers:
+        most, mib = prefills if one.program == "step" else decodes
+        assert 10 < one.launches <= most, one
+        assert 30 <= one.mib <= mib, one  # 30 of them are weights
+        assert one.rest <= 30, one
+
+
+def test_programs_have_few_operations_and_copy_no_weight():
+    check_launches(compiled("--topology", "v6e", "--only", "launches"), {"v6e"}, (35, 31), (42, 105))
+
+
+@pytest.mark.exhaustive
+def test_programs_of_other_chips_have_few_operations_and_copy_no_weight():
+    check_launches(compiled("--topology", "v5e", "--only", "launches"), {"v5e"}, (35, 31), (42, 60))
 
 
 @pytest.mark.exhaustive

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from benchmarks.launches import by_layer
 from benchmarks.nvidia.hopper import SHARED_MEMORY_BYTES
 
 pytestmark = pytest.mark.timeout(1800)
@@ -111,6 +112,36 @@ def test_gpus_that_share_a_model_add_up_twice_a_layer(quick):
         assert case["fits"], case
         pages = 2 * case["layers"] * case["pages"] * (8 // case["gpus"]) * 64 * 128 * 2
         assert case["aliased_mib"] == round(pages / 2**20, 1), case
+
+
+@pytest.fixture(scope="module")
+def counted(quick):
+    """Programs of two and four layers."""
+    return of_kind(quick, "launches")
+
+
+def test_a_program_is_one_graph_of_few_launches(counted):
+    """HLO and thunks, which the compiler writes apart, give the same counts."""
+    steps = [case for case in counted if case["program"] != "run"]
+    assert {(case["program"], case["rows"]) for case in steps} == {("decodes", 8), ("step", 2048), ("labels", 64)}
+    for case in steps:
+        assert (case["graphs"], case["outside_graphs"]) == (1, 0), case
+        assert case["launches"] == sum(case["thunks"].values()), case
+    layers = {one.program: one for one in by_layer(counted)}
+    assert 10 < layers["decodes"].launches <= 21
+    assert 25 < layers["decodes"].mib <= 113  # 30 of them are weights
+    assert 10 < layers["step"].launches <= 22
+    assert 100 < layers["step"].mib <= 585
+    assert max(one.rest for one in layers.values()) <= 10
+    (labels,) = (case for case in counted if case["program"] == "labels")
+    assert labels["launches"] <= 10
+
+
+def test_no_program_copies_a_weight(counted):
+    """Four matrices of a layer are looked at, and the embedding."""
+    for case in counted:
+        assert case["weights"] == (1 if case["program"] == "labels" else 4 * case["layers"] + 1), case
+        assert not case["copied_weights"], case
 
 
 @pytest.mark.exhaustive

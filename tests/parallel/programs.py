@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from chunkattn.engine.sampling import empty_input
+
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast"
 _CALL = re.compile(rf"= .*? ({_COLLECTIVES})(?:-start)?\(")
 
@@ -25,9 +27,9 @@ def compiled_step(llm: Any, rows: int) -> jax.stages.Compiled:
 def compiled_readouts(llm: Any, size: int) -> dict[str, jax.stages.Compiled]:
     """Programs that read picked rows, by name."""
     runner = llm.core.runner
-    picked = runner.shards.zeros((size, runner.spec.hidden_size))
+    picked, greedy = runner.shards.zeros((size, runner.spec.hidden_size)), empty_input(size, runner.spec.vocab_size)
     return {
-        "sample": runner._sample.lower(runner._head, picked, None, with_logprobs=True).compile(),
+        "sample": runner._sample.lower(runner._head, picked, greedy, with_logprobs=True).compile(),
         "labels": runner._read_labels.lower(runner._head, picked, np.zeros((size, 2), np.int32)).compile(),
     }
 
