@@ -96,6 +96,7 @@ def describe(result: dict[str, Any]) -> list[str]:
         name += f", window {result['window']}" if result["window"] else ""
         name += ", chunks weighed" if result["weighs"] else ""
         name += ", batch invariant" if result["batch_invariant"] else ""
+        name += ", run of decodes" if result["decodes"] else ""
         name += ", K/V in FP8" if result["kv_dtype"] else ""
     elif result["kind"] == "experts":
         name = f"{result['rows']} rows of a layer of experts of {result['experts_mib']} MiB"
@@ -162,7 +163,7 @@ def main() -> None:
     from benchmarks.nvidia import attention, peer, step
 
     parts: dict[str, Iterable[Any]] = {
-        "kernels": islice(attention.cases(), 4) if args.quick else attention.cases(),
+        "kernels": islice(attention.cases(), 5) if args.quick else attention.cases(),
         "peers": (case for head_dim in ((128,) if args.quick else HEAD_DIMS) for case in peer.peers(head_dim)),
         "steps": step.steps(args.layers or (2 if args.quick else None)),
         "experts": experts_aot.cases("h100"),

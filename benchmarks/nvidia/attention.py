@@ -44,6 +44,8 @@ class Case(LayerCase):
     weighs: bool = False
     """True if the step weighs chunks anew."""
     batch_invariant: bool = False
+    decodes: bool = False
+    """True for a step of a run of decodes."""
     kv_dtype: str | None = None
 
 
@@ -53,8 +55,10 @@ def cases() -> Iterator[Case]:
     yield common
     yield replace(common, weighs=True)
     yield replace(common, rows=64)
+    yield replace(common, rows=64, decodes=True)
     yield replace(common, batch_invariant=True)
     yield replace(common, head_dim=64, heads=14, kv_heads=2)
+    yield replace(common, rows=16, decodes=True, weighs=True, head_dim=64, heads=14, kv_heads=2)
     yield replace(common, head_dim=256, heads=8, kv_heads=1)
     yield replace(common, block_size=16, pages=16384, width=256)
     yield replace(common, block_size=128, heads=32, pages=2048, width=32)
@@ -76,7 +80,8 @@ def grid() -> Iterator[Case]:
             for dtype in ("bfloat16", "float16"):
                 for options in ({}, {"kv_dtype": FP8.name}):
                     heads, kv_heads = next(ratios)
-                    yield Case(head_dim, block_size, dtype, heads, kv_heads, 4096, 16, 64, 4096, weighs=True, **options)
+                    case = Case(head_dim, block_size, dtype, heads, kv_heads, 4096, 16, 64, 4096, weighs=True, **options)
+                    yield from (case, replace(case, rows=16, decodes=True))
 
 
 def lower(case: Case, backend: PallasGpuBackend) -> jax.stages.Lowered:
@@ -85,14 +90,18 @@ def lower(case: Case, backend: PallasGpuBackend) -> jax.stages.Lowered:
     def there(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding())
 
-    metadata = jax.tree.map(there, backend.build_metadata(case.batch()))
+    build = backend.build_decodes if case.decodes else backend.build_metadata
+    metadata = jax.tree.map(there, build(case.batch()))
     q, k = (
         jax.ShapeDtypeStruct((case.rows, heads, case.head_dim), jnp.dtype(case.dtype)) for heads in (case.heads, case.kv_heads)
     )
     cache = jax.tree.map(there, jax.eval_shape(lambda: backend.allocate(case.pages)))
 
-    def call(*arrays: Any) -> Any:
-        return backend.forward(*arrays, scale=case.head_dim**-0.5, window=case.window)
+    def call(q: Any, k: Any, v: Any, cache: Any, metadata: Any) -> Any:
+        if case.decodes:
+            steps, used = jnp.ones(case.rows, jnp.int32), jnp.ones(case.rows, bool)
+            metadata = backend.advance(metadata, steps, used)
+        return backend.forward(q, k, v, cache, metadata, scale=case.head_dim**-0.5, window=case.window)
 
     return jax.jit(call, donate_argnums=3).lower(there(q), there(k), there(k), cache, metadata)
 
@@ -116,9 +125,10 @@ def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
         forget_kernels(dumps)
         return result
     kernels = read_kernels(dumps)
-    metadata = backend.build_metadata(case.batch())
-    shapes = {"tiles": backend.tile_shape, "blocks": backend.block_shape, "decodes": backend.decode_shape}
-    shapes = {name: shape for name, shape in shapes.items() if getattr(metadata, name) is not None}
+    shapes = {"decodes": backend.decode_shape}
+    if not case.decodes:
+        metadata, shapes = backend.build_metadata(case.batch()), {"tiles": backend.tile_shape, "blocks": backend.block_shape}
+        shapes = {name: shape for name, shape in shapes.items() if getattr(metadata, name) is not None}
     if len(kernels) != len(shapes):
         raise UnknownDump(f"{len(kernels)} kernels were compiled, not {len(shapes)}")
     itemsize = case.spec.cache_dtype.itemsize

@@ -101,7 +101,7 @@ def batch_of(call: Call, block_size: int, copy: int = 0) -> AttentionBatch:
 
 
 def measure(call: Call, backend: AttentionBackend, repeats: int, count: int) -> list[float]:
-    """Return the seconds of a call in every round.
+    """Return the seconds of a call in every round. Decodes are a step of a run, whose metadata is computed before.
 
     Args:
         call: the call.
@@ -112,6 +112,12 @@ def measure(call: Call, backend: AttentionBackend, repeats: int, count: int) -> 
     spec = backend.spec
     batches = [batch_of(call, spec.block_size, copy) for copy in range(call.copies)]
     steps = [jax.device_put(backend.build_metadata(batch)) for batch in batches]
+    if call.decodes and backend.advances:
+        used = jnp.arange(len(batches[0].row_seq)) < batches[0].num_rows
+        advance = jax.jit(backend.advance)
+        steps = [
+            advance(jax.device_put(backend.build_decodes(batch)), jnp.zeros(len(used), jnp.int32), used) for batch in batches
+        ]
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (
         jax.random.normal(key, (len(batches[0].row_seq), heads, spec.head_dim), spec.dtype)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 from chunkattn.backends.base import (
     FP8,
@@ -35,11 +35,11 @@ from chunkattn.backends.pallas_gpu.plan import (
     divide,
     pack_table,
     plan_blocks,
-    plan_decodes,
     plan_tiles,
 )
 from chunkattn.backends.pallas_gpu.products import ROWS
-from chunkattn.backends.pallas_gpu.shape import Shape, shape_for
+from chunkattn.backends.pallas_gpu.run import Run, run_work
+from chunkattn.backends.pallas_gpu.shape import UNIT, Shape, shape_for
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.windows import sees_parts
 
@@ -61,7 +61,7 @@ class Works(NamedTuple):
     Attributes:
         tiles: rows that are computed in one go; None in steps whose blocks are all split.
         blocks: rows that end in states; None in steps whose blocks are not split and weigh no chunk anew.
-        decodes: single rows behind their whole sequence; None if bits must be kept.
+        decodes: the rows of a step of a run of decodes; all others are None then.
     """
 
     tiles: Work | None
@@ -79,7 +79,7 @@ class GpuMetadata(NamedTuple):
         windows: work items of layers with a sliding window, by window in ascending order.
         table: page and valid length in one integer, see `walk.LENGTH_SHIFT`.
         shifts: position minus slot of every page; None without windows.
-        tile_holes: whether a page of a KV tile of `tiles` is not full.
+        tile_holes: whether a page of a KV tile of `tiles` is not full; None without `tiles`.
         state_holes: the same for `blocks` and `decodes`.
         flat_slots: see `AttentionBatch.flat_slots`.
     """
@@ -90,9 +90,13 @@ class GpuMetadata(NamedTuple):
     windows: tuple[Works, ...]
     table: Int32[StepArray, "S W"]
     shifts: Int32[StepArray, "S W"] | None
-    tile_holes: Int32[StepArray, "S tiles"]
+    tile_holes: Int32[StepArray, "S tiles"] | None
     state_holes: Int32[StepArray, "S tiles"]
     flat_slots: Int32[StepArray, " T"]
+
+    def works(self, windows: list[int], window: int | None) -> Works:
+        """Return the work items of layers with `window`, one of `windows`, or with full attention."""
+        return Works(*self[:3]) if window is None else self.windows[windows.index(window)]
 
 
 def device_refusal(interpret: Any) -> str | None:
@@ -153,14 +157,19 @@ class PallasGpuBackend(AttentionBackend):
         return device_refusal(cls.interpret)
 
     @property
+    def advances(self) -> bool:  # type: ignore[override]
+        """Return whether `advance` works: rows of a run are split over their slots, which `batch_invariant` does not allow."""
+        return not self.batch_invariant
+
+    @property
     def groups(self) -> int:
         """Return the query heads per KV head."""
         return self.spec.num_heads // self.spec.num_kv_heads
 
     def shape(self, rows: int, *, states: bool) -> Shape:
         """Return the sizes of the kernel over blocks of `rows` folded rows."""
-        fp8 = self.spec.cache_dtype == FP8
-        shape = shape_for(self.spec.head_dim, self.spec.block_size, rows=rows, states=states, fp8=fp8)
+        sizes = {"rows": rows, "groups": self.groups, "states": states, "fp8": self.spec.cache_dtype == FP8}
+        shape = shape_for(self.spec.head_dim, self.spec.block_size, **sizes)
         return replace(shape, blocks=self.multiprocessors)
 
     @property
@@ -182,7 +191,7 @@ class PallasGpuBackend(AttentionBackend):
         """Return the splits of blocks of rows in a step, see `plan.block_splits`."""
         if self.batch_invariant:
             return 1
-        return block_splits(batch, self.block_shape, self.groups, self.spec.num_kv_heads)
+        return block_splits(batch, self.block_shape, self.spec.num_kv_heads)
 
     def build_metadata(self, batch: AttentionBatch) -> GpuMetadata:
         """Cut the batch into work items; see `AttentionBackend.build_metadata`."""
@@ -191,11 +200,8 @@ class PallasGpuBackend(AttentionBackend):
             batch = replace(batch, page_position=batch.page_positions())
         if self.batch_invariant:
             batch = own_sequences(batch, math.lcm(self.tile_shape.slots, self.block_shape.slots, batch.block_size))
-        table, tile_holes = pack_table(batch, self.tile_shape)
-        shifts = None
-        if batch.page_position is not None:
-            page_start = np.arange(batch.block_tables.shape[1], dtype=np.int32) * batch.block_size
-            shifts = np.pad(batch.page_position - page_start, ((0, 0), (0, table.shape[1] - len(page_start))))
+        table, tile_holes = pack_table(batch.block_tables, batch.page_len, self.tile_shape)
+        shifts = _shifts(batch.page_position, table, batch.block_size, np)
         unweighed = replace(batch, weighing=None)
         return GpuMetadata(
             *self._works(batch, sequences),
@@ -203,8 +209,31 @@ class PallasGpuBackend(AttentionBackend):
             table,
             shifts,
             tile_holes,
-            pack_table(batch, self.decode_shape)[1],
+            pack_table(batch.block_tables, batch.page_len, self.block_shape)[1],
             batch.flat_slots(),
+        )
+
+    def build_decodes(self, batch: AttentionBatch) -> Run:
+        """Take the arrays of the first step; see `AttentionBackend.build_decodes`."""
+        return Run.of(batch, windowed=self.spec.windowed)
+
+    def advance(self, decodes: Run, steps: Int32[Array, " T"], used: Bool[Array, " T"]) -> GpuMetadata:
+        """Compute the work items of a later step; see `AttentionBackend.advance`."""
+        slots, size = decodes.slots + jnp.where(used, steps, 0), self.spec.block_size
+        tables = decodes.tables, decodes.page_len
+        table, _ = pack_table(*tables, self.tile_shape, jnp)
+
+        def works(window: int | None) -> Works:
+            return Works(None, None, run_work(decodes, slots, used, self.decode_shape, window))
+
+        return GpuMetadata(
+            *works(None),
+            tuple(works(window) for window in self._windows),
+            table,
+            _shifts(decodes.page_position, table, size, jnp),
+            None,
+            pack_table(*tables, self.decode_shape, jnp)[1],
+            decodes.flat_slots(slots, used, size),
         )
 
     @property
@@ -215,15 +244,13 @@ class PallasGpuBackend(AttentionBackend):
         """Return the work items of layers with a window, or with full attention, of a step of so many sequences."""
         weighing, splits = batch.row_weighing(), self.block_splits(batch)
         near = None if window is None else Near(window, sees_parts(batch))
-        parts = divide(batch, weighing, near, split=splits > 1, decodes=not self.batch_invariant)
-        tiles = blocks = decodes = None
+        parts = divide(batch, weighing, near, split=splits > 1)
+        tiles = blocks = None
         if splits == 1:
-            tiles = plan_tiles(batch, parts.tiles, self.tile_shape, self.groups, near)
+            tiles = plan_tiles(batch, parts.tiles, self.tile_shape, near)
         if splits > 1 or weighing is not None:
-            blocks = plan_blocks(batch, weighing, parts.blocks, self.block_shape, self.groups, splits, sequences, near)
-        if not self.batch_invariant:
-            decodes = plan_decodes(batch, weighing, parts.decodes, self.decode_shape, near)
-        return Works(tiles, blocks, decodes)
+            blocks = plan_blocks(batch, weighing, parts.blocks, self.block_shape, splits, sequences, near)
+        return Works(tiles, blocks, None)
 
     def forward(
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: GpuMetadata, *, scale: float, window: int | None = None
@@ -237,35 +264,44 @@ class PallasGpuBackend(AttentionBackend):
         cache = tuple(_write(pool, to_cache(rows, kept), metadata.flat_slots) for pool, rows in zip(cache, (k, v)))
         keys, values = (jax.lax.bitcast_convert_type(pool, kept) for pool in cache)
 
-        def run(work: Work, holes: Int32[Array, "S tiles"], shape: Shape) -> Any:
-            blocks = _fold(q, work.tokens, self.groups, shape.rows)
+        def run(work: Work, holes: Int32[Array, "S tiles"] | None, shape: Shape) -> Any:
             num_items, factors = (work.splits.num_items, work.splits.factors) if work.splits else (None, None)
             shifts = None if window is None else metadata.shifts
+            assert holes is not None
             bounds = (work.items, num_items, factors, work.rows, work.visits, metadata.table, shifts, holes)
-            shape = replace(shape, window=window)
-            return attend(*bounds, blocks, keys, values, shape, scale=scale, interpret=interpret)
+            rows = _fold(q, self.groups) if work.source is None else _folded(q, work.source, self.groups)
+            return attend(*bounds, rows, keys, values, replace(shape, window=window), scale=scale, interpret=interpret)
 
-        def run_states(work: Work, shape: Shape, rows: Rows) -> Float[Array, "n H D"]:
+        def run_states(work: Work, shape: Shape, rows: Rows | int) -> Float[Array, "n H D"]:
             states, splits = run(work, metadata.state_holes, shape), work.splits
             assert splits is not None
             return _by_token(combine(states, splits.kinds, splits.scale, rows).astype(q.dtype))
 
-        out, head = jnp.zeros_like(q), jnp.arange(self.groups)
-        works = Works(*metadata[:3]) if window is None else metadata.windows[self._windows.index(window)]
-        if (tiles := works.tiles) is not None:
-            outputs = run(tiles, metadata.tile_holes, self.tile_shape)[:, :, : tiles.tokens.shape[1] * self.groups]
-            by_token = _by_token(outputs.reshape(len(outputs), -1, self.groups, outputs.shape[3]))
-            out = _put(out, tiles.place, by_token[jnp.maximum(tiles.place, 0)])
-        if (blocks := works.blocks) is not None:
-            block, token = jnp.divmod(jnp.maximum(blocks.place, 0), blocks.tokens.shape[1])
-            of_token = Rows(block, token[:, None] * self.groups + head)
-            out = _put(out, blocks.place, run_states(blocks, self.block_shape, of_token))
+        works, head = metadata.works(self._windows, window), np.arange(self.groups)
         if (decodes := works.decodes) is not None:
-            decode = jnp.arange(len(decodes.tokens))
-            of_decode = Rows(decode, jnp.broadcast_to(head, (len(decode), self.groups)))
-            by_decode = run_states(decodes, self.decode_shape, of_decode)
-            out = _put(out, decodes.place, by_decode[jnp.maximum(decodes.place, 0)])
+            found = run_states(decodes, self.decode_shape, self.groups)
+            return jnp.pad(found, ((0, len(q) - len(found)), (0, 0), (0, 0))), cache
+        out = jnp.zeros_like(q)
+        if (tiles := works.tiles) is not None:
+            assert tiles.place is not None
+            found = run(tiles, metadata.tile_holes, self.tile_shape)[:, jnp.maximum(tiles.place, 0)[:, None] + head]
+            out = jnp.where((tiles.place >= 0)[:, None, None], _by_token(found), out)
+        if (blocks := works.blocks) is not None:
+            assert blocks.place is not None
+            block, token = jnp.divmod(jnp.maximum(blocks.place, 0), self.block_shape.block_tokens)
+            found = run_states(blocks, self.block_shape, Rows(block, token[:, None] * self.groups + head))
+            out = jnp.where((blocks.place >= 0)[:, None, None], found, out)
         return out, cache
+
+
+def _shifts(
+    page_position: Int32[StepArray, "S W"] | None, table: Int32[StepArray, "S W"], block_size: int, xp: Any
+) -> Int32[StepArray, "S W"] | None:
+    """Return position minus slot of every entry of a table, for `AttentionBatch.page_position`; `xp` as for `pack_table`."""
+    if page_position is None:
+        return None
+    page_start = np.arange(page_position.shape[1], dtype=np.int32) * block_size
+    return xp.pad(page_position - page_start, ((0, 0), (0, table.shape[1] - len(page_start))))
 
 
 def _write(pool: jax.Array, rows: Float[Array, "T Hkv D"], flat_slots: Int32[Array, " T"]) -> jax.Array:
@@ -282,20 +318,20 @@ def _write(pool: jax.Array, rows: Float[Array, "T Hkv D"], flat_slots: Int32[Arr
     return flat.at[index.ravel()].set(bits, mode="drop", unique_indices=True).reshape(pool.shape)
 
 
-def _fold(q: Float[Array, "T H D"], tokens: Int32[Array, "E tokens"], groups: int, rows: int) -> Float[Array, "Hkv E rows D"]:
-    """Gather blocks of queries: the query heads of a KV head become rows, padded with zeros up to `rows`."""
-    blocks, per_block = tokens.shape
-    folded = q[tokens].reshape(blocks, per_block, -1, groups, q.shape[2]).transpose(2, 0, 1, 3, 4)
-    folded = folded.reshape(folded.shape[0], blocks, per_block * groups, -1)
-    return jnp.pad(folded, ((0, 0), (0, 0), (0, rows - per_block * groups), (0, 0)))
+def _fold(q: Float[Array, "T H D"], groups: int) -> Float[Array, "Hkv rows D"]:
+    """Return blocks of one row of the batch: its query heads of one KV head, and zeros."""
+    tokens, _, head_dim = q.shape
+    by_head = q.reshape(tokens, -1, groups, head_dim).transpose(1, 0, 2, 3)
+    return jnp.pad(by_head, ((0, 0), (0, 0), (0, UNIT - groups), (0, 0))).reshape(-1, tokens * UNIT, head_dim)
+
+
+def _folded(q: Float[Array, "T H D"], source: Int32[Array, " R"], groups: int) -> Float[Array, "Hkv R D"]:
+    """Return the folded rows of blocks, see `plan.Layout`."""
+    token, head = jnp.divmod(source, groups)
+    return q.reshape(len(q), -1, groups, q.shape[2])[token, :, head].swapaxes(0, 1)
 
 
 def _by_token(rows: Float[Array, "Hkv n groups D"]) -> Float[Array, "n H D"]:
     """Return rows by token, with the query heads in order."""
     heads, number, groups, head_dim = rows.shape
     return rows.transpose(1, 0, 2, 3).reshape(number, heads * groups, head_dim)
-
-
-def _put(out: Float[Array, "T H D"], place: Int32[Array, " T"], values: Float[Array, "T H D"]) -> Float[Array, "T H D"]:
-    """Return `out` with the rows that have a place replaced."""
-    return jnp.where((place >= 0)[:, None, None], values, out)

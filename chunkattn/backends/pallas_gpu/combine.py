@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from chunkattn.backends.pallas_gpu.kernel import LEAST, States
@@ -27,7 +28,7 @@ class Rows(NamedTuple):
 
 
 def combine(
-    states: States, kinds: Int32[Array, "E K"], scale: Float32[Array, " E"] | None, rows: Rows
+    states: States, kinds: Int32[Array, "E K"], scale: Float32[Array, " E"] | None, rows: Rows | int
 ) -> Float32[Array, "Hkv n groups D"]:
     """Return the attention of rows, each merged from the `K` states of its block.
 
@@ -35,38 +36,41 @@ def combine(
         states: states of all blocks, `K` of each block in a row.
         kinds: kind of each state, see `UNUSED`. Unused states may hold NaN.
         scale: chunk scale of each block, see `base.Weighing`; None merges all states alike.
-        rows: the rows.
+        rows: the rows, or a number of first rows of every block.
     """
-    kind = kinds[rows.block]
+    blocks, most = kinds.shape
+    if isinstance(rows, int):
+        of_rows = [x.reshape(x.shape[0], blocks, most, *x.shape[2:])[:, :, :, :rows] for x in states]
+    else:
+        place = rows.block[:, None] * most + np.arange(most)
+        index = place[..., None] * states.values.shape[2] + rows.row[:, None]
+        of_rows = [x.reshape(x.shape[0], -1, *x.shape[3:])[:, index] for x in states]
+        kinds, scale = kinds[rows.block], None if scale is None else scale[rows.block]
+    values, *sums = of_rows
+    by_lane = States(values, *(jnp.broadcast_to(x[..., None], values.shape) for x in sums))
     if scale is None:
-        return _finish(_merge(_states_of(states, kind != UNUSED, rows)))
-    chunks = _as_one_slot(_merge(_states_of(states, kind == CHUNK, rows)), scale[rows.block])
-    rest = _merge(_states_of(states, kind == REST, rows))
-    return _finish(_merge([chunks, rest]))
+        return _finish(_merge(by_lane, kinds != UNUSED))
+    chunks = _as_one_slot(_merge(by_lane, kinds == CHUNK), scale)
+    return _finish(_add(chunks, _merge(by_lane, kinds == REST)))
 
 
-def _states_of(states: States, used: Bool[Array, "n K"], rows: Rows) -> list[States]:
-    """Return the `K` states of each row; those not used have seen nothing."""
-    flat = [x.reshape(x.shape[0], -1, *x.shape[3:]) for x in states]
-    selected = []
-    for k in range(used.shape[1]):
-        index = (rows.block * used.shape[1] + k)[:, None] * states.values.shape[2] + rows.row
-        kept = used[:, k, None]
-        values, maximum, total = (x[:, index] for x in flat)
-        selected.append(
-            States(jnp.where(kept[..., None], values, 0), jnp.where(kept, maximum, LEAST), jnp.where(kept, total, 0))
-        )
-    return selected
+def _merge(states: States, used: Bool[Array, "n K"]) -> States:
+    """Merge the `K` states of each row, `[Hkv, n, K, groups, D]` by lane; those not used have seen nothing.
+
+    XLA makes one kernel of it, as no value is used twice.
+    """
+    kept = used[None, :, :, None, None]
+    nothing = (np.float32(0), np.float32(LEAST), np.float32(0))
+    seen = tuple(jnp.where(kept, x, none) for x, none in zip(states, nothing))
+    merged = lax.reduce(seen, nothing, lambda one, other: tuple(_add(States(*one), States(*other))), (2,))
+    return States(*merged)
 
 
-def _merge(states: list[States]) -> States:
-    """Merge the states of each row. The terms are added in order."""
-    highest = functools.reduce(jnp.maximum, (state.maximum for state in states))
-    total, values = jnp.zeros_like(highest), jnp.zeros_like(states[0].values)
-    for state in states:
-        weight = jnp.exp2(state.maximum - highest)
-        total += weight * state.total
-        values += weight[..., None] * state.values
+def _add(one: States, other: States) -> States:
+    """Merge two states of each row."""
+    highest = jnp.maximum(one.maximum, other.maximum)
+    weights = [jnp.exp2(state.maximum - highest) for state in (one, other)]
+    values, total = (weights[0] * x + weights[1] * y for x, y in ((one.values, other.values), (one.total, other.total)))
     return States(values, highest, total)
 
 
@@ -74,10 +78,10 @@ def _as_one_slot(state: States, scale: Float32[Array, " n"]) -> States:
     """Return the state of one slot by row, see `softmax.as_one_slot`; here maxima are exponents of 2."""
     seen = state.total > 0
     total = jnp.where(seen, state.total, 1)
-    maximum = jnp.where(seen, (state.maximum + jnp.log2(total)) * scale[:, None], state.maximum)
-    return States(state.values / total[..., None], maximum, seen.astype(jnp.float32))
+    maximum = jnp.where(seen, (state.maximum + jnp.log2(total)) * scale[:, None, None], state.maximum)
+    return States(state.values / total, maximum, seen.astype(jnp.float32))
 
 
-def _finish(state: States) -> Float32[Array, "Hkv E rows D"]:
+def _finish(state: States) -> Float32[Array, "Hkv n groups D"]:
     """Normalise the values. Rows that saw no slot become zero."""
-    return state.values / jnp.where(state.total > 0, state.total, 1)[..., None]
+    return state.values / jnp.where(state.total > 0, state.total, 1)

@@ -28,7 +28,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from chunkattn.backends.pallas_gpu import products
 from chunkattn.backends.pallas_gpu.producer import produce
 from chunkattn.backends.pallas_gpu.products import ROWS, commit
-from chunkattn.backends.pallas_gpu.shape import Shape
+from chunkattn.backends.pallas_gpu.shape import UNIT, Shape
 from chunkattn.backends.pallas_gpu.walk import (
     FAR,
     HIGH,
@@ -37,6 +37,8 @@ from chunkattn.backends.pallas_gpu.walk import (
     POSITION,
     PREFIX_END,
     QUERY,
+    SIZE,
+    START,
     Gmem,
     Smem,
     Walk,
@@ -71,14 +73,14 @@ def attend(
     table: Int32[Array, "S W"],
     shifts: Int32[Array, "S W"] | None,
     holes: Int32[Array, "S tiles"],
-    q: Float[Array, "Hkv Q rows D"],
+    q: Float[Array, "Hkv rows D"],
     keys: Float[Array, "P Hkv block_size D"],
     values: Float[Array, "P Hkv block_size D"],
     shape: Shape,
     *,
     scale: float,
     interpret: Any,
-) -> Float[Array, "Hkv I rows D"] | States:
+) -> Float[Array, "Hkv rows D"] | States:
     """Compute attention of work items over pages already written.
 
     Args:
@@ -91,7 +93,7 @@ def attend(
         table: page-table entries, see `walk.LENGTH_SHIFT`.
         shifts: position minus slot of every page, for windows; otherwise None.
         holes: whether a page of a KV tile is not full.
-        q: blocks of queries.
+        q: queries of folded rows, see `plan.Layout`.
         keys: pages of K.
         values: pages of V.
         shape: sizes.
@@ -99,7 +101,7 @@ def attend(
         interpret: argument of `plgpu.kernel`.
 
     Returns:
-        Outputs or states by item. Items without KV tiles, and those from `num_items` on, are undefined in the first form.
+        Outputs by folded row, or states by item. Rows of no item and items from `num_items` on are undefined.
     """
     given = {"num_items": num_items, "factors": factors, "rows": rows, "visits": visits, "shifts": shifts}
     optional = {name: x for name, x in given.items() if x is not None}
@@ -110,7 +112,7 @@ def attend(
         out_type = [_array((*states, shape.head_dim), jnp.float32), *2 * [_array(states, jnp.float32)]]
         grid = {"grid": (min(shape.blocks, heads * number),), "grid_names": ("block",)}
     else:
-        out_type = [_array((heads, number, *q.shape[2:]), q.dtype)]
+        out_type = [_array(q.shape, q.dtype)]
         grid = {"grid": (heads, number), "grid_names": ("head", "item")}
     log2_scale = max(scale * math.log2(math.e), _TINY)  # a masked score times zero would be NaN
 
@@ -123,7 +125,7 @@ def attend(
             collective_axes="warpgroup",
         )
 
-    outputs = plgpu.kernel(
+    results = plgpu.kernel(
         entry,
         out_type=out_type,
         **grid,
@@ -132,7 +134,7 @@ def attend(
         interpret=interpret,
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )(items, table, holes, q, keys, values, *optional.values())
-    return States(*outputs) if shape.states else outputs[0]
+    return States(*results) if shape.states else results[0]
 
 
 def _array(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -179,7 +181,7 @@ def _consume(
             plgpu.barrier_wait(smem.keys_here.at[place])
 
     part = q.at[pl.ds(0, min(shape.rows, ROWS))]
-    source = gmem.q.at[head, gmem.items[item, QUERY], pl.ds(warpgroup * ROWS, part.shape[0])]
+    source = gmem.q.at[head, pl.ds(_first_row(gmem, item, warpgroup, shape), part.shape[0])]
     plgpu.copy_gmem_to_smem(source, part, smem.q_here.at[warpgroup])
     factor = log2_scale if gmem.factors is None else gmem.factors[item] * log2_scale
     plgpu.barrier_wait(smem.q_here.at[warpgroup])
@@ -231,8 +233,31 @@ def _consume(
         accumulated /= lax.broadcast_in_dim(jnp.maximum(total, _TINY), accumulated.shape, [0])
         q[...] = accumulated.astype(q.dtype)
         commit()
-        plgpu.copy_smem_to_gmem(q, gmem.out[0].at[head, gmem.items[item, OUT], pl.ds(warpgroup * ROWS, ROWS)])
+        _copy_outputs(gmem, q, shape, head, item, warpgroup)
     wait_for_copies()
+
+
+def _first_row(gmem: Gmem, item: Any, warpgroup: Any, shape: Shape) -> Any:
+    """Return the first folded row of a warpgroup, which fills whole units unless it is the last."""
+    return pl.multiple_of(gmem.items[item, START] + warpgroup * (shape.units(shape.tokens) * UNIT), UNIT)
+
+
+def _copy_outputs(gmem: Gmem, outputs: Any, shape: Shape, head: Any, item: Any, warpgroup: Any) -> None:
+    """Copy the outputs of a warpgroup's rows to GMEM: all at once, or as many units as there are."""
+    place = _first_row(gmem, item, warpgroup, shape)
+    number = shape.units(jnp.clip(gmem.items[item, SIZE] - warpgroup * shape.tokens, 0, shape.tokens))
+
+    @pl.when(number == ROWS // UNIT)
+    def whole() -> None:
+        plgpu.copy_smem_to_gmem(outputs, gmem.out[0].at[head, pl.ds(place, ROWS)])
+
+    @pl.when(number < ROWS // UNIT)
+    def by_unit() -> None:
+        @pl.loop(0, number)
+        def copy(unit: Any) -> None:
+            row = unit * UNIT
+            source = outputs.at[pl.ds(pl.multiple_of(row, UNIT), UNIT)]
+            plgpu.copy_smem_to_gmem(source, gmem.out[0].at[head, pl.ds(pl.multiple_of(place + row, UNIT), UNIT)])
 
 
 def _store_states(

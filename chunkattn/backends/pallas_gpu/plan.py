@@ -1,13 +1,13 @@
 """Work items of a step, built on the host.
 
-Rows go three ways. Single rows behind their whole sequence (`decodes`) are split over their KV slots, because one row alone
-would occupy few multiprocessors. So are blocks of rows (`blocks`) in steps of few rows, and where chunks are weighed anew,
-which needs a state of the chunk slots and one of the rest. All other rows (`tiles`) are computed in one go.
+Rows go two ways. Blocks of rows (`blocks`) are split over their KV slots in steps of few rows, which would occupy few
+multiprocessors, and where chunks are weighed anew, which needs a state of the chunk slots and one of the rest. All other rows
+(`tiles`) are computed in one go. Decodes are blocks of one row; `run` plans steps that hold nothing else.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int32
 from chunkattn.backends.base import AttentionBatch, RowWeighing, StepArray
 from chunkattn.backends.pallas_gpu import walk
 from chunkattn.backends.pallas_gpu.products import ROWS
-from chunkattn.backends.pallas_gpu.shape import Shape
+from chunkattn.backends.pallas_gpu.shape import UNIT, Shape
 from chunkattn.backends.pallas_gpu.splits import Splits, pad, split_items
 from chunkattn.backends.tiles import Tiles, cut, cut_at_questions, full_tiles, spans, tile_ranges, within
 from chunkattn.backends.windows import Visits, visits
@@ -30,18 +30,19 @@ class Work(NamedTuple):
     """Work items of blocks of queries.
 
     Attributes:
-        items: see `walk.ITEM`.
+        items: see `walk.WIDTH`.
         rows: bounds of each row of a block, see `kernel.attend`; None for decodes.
         visits: KV tiles that each block visits, see `windows.Visits`; None without a window.
-        tokens: row of the batch of each token of a block, clipped.
-        place: place of each row of the batch among the tokens of all blocks, -1 for other rows.
+        source: see `Layout`; None if block `i` holds row `i` alone.
+        place: of tiles, see `Layout`; else of each row of the batch, block times tokens of a block plus place in the block, or
+            -1. None with `source`.
         splits: further facts of items that end in states; None for tiles.
     """
 
     items: Int32[StepArray, "I fields"]
     rows: Int32[StepArray, "E fields warpgroups 64"] | None
-    tokens: Int32[StepArray, "E tokens"]
-    place: Int32[StepArray, " T"]
+    source: Int32[StepArray, " R"] | None
+    place: Int32[StepArray, " T"] | None
     splits: Splits | None = None
     visits: Int32[StepArray, "E N"] | None = None
 
@@ -63,12 +64,9 @@ class Parts(NamedTuple):
 
     tiles: Tiles
     blocks: Tiles
-    decodes: Tiles
 
 
-def divide(
-    batch: AttentionBatch, weighing: RowWeighing | None, near: Near | None = None, *, split: bool, decodes: bool = True
-) -> Parts:
+def divide(batch: AttentionBatch, weighing: RowWeighing | None, near: Near | None = None, *, split: bool) -> Parts:
     """Return the runs of a step's rows by the way they are computed.
 
     Args:
@@ -76,43 +74,37 @@ def divide(
         weighing: weighing of every row, or None.
         near: the window, or None.
         split: whether all blocks are split, else only those whose chunks are weighed anew.
-        decodes: whether single rows go a way of their own.
     """
-    runs = spans(batch)
-    single = (runs.size == 1) & (batch.row_start[runs.row] <= batch.prefix_end[batch.row_seq[runs.row]]) & decodes
-    singles, others = map(runs.pick, (single, ~single))
-    if near is not None:
-        runs = spans(batch, near.several.astype(np.int32))
-        others = runs.pick(~np.isin(runs.row, singles.row))
-    apart = np.full(len(others.row), split)
+    runs = spans(batch) if near is None else spans(batch, near.several.astype(np.int32))
+    apart = np.full(len(runs.row), split)
     if weighing is not None:
-        others = cut_at_questions(others, weighing)
-        apart = split | (weighing.end[others.row] > weighing.begin[others.row])
-    tiles, blocks = map(others.pick, (~apart, apart))
-    return Parts(tiles, blocks, singles)
+        runs = cut_at_questions(runs, weighing)
+        apart = split | (weighing.end[runs.row] > weighing.begin[runs.row])
+    return Parts(*map(runs.pick, (~apart, apart)))
 
 
-def block_splits(batch: AttentionBatch, shape: Shape, groups: int, kv_heads: int) -> int:
+def block_splits(batch: AttentionBatch, shape: Shape, kv_heads: int) -> int:
     """Return the splits of a block's slots: 1 if the rows of a step may fill tiles for half of the multiprocessors.
 
     The number follows from the sizes of the step's arrays, so it is a constant of a compiled program.
     """
-    if len(batch.row_seq) * groups * kv_heads > ROWS * shape.blocks:
+    if len(batch.row_seq) * shape.groups * kv_heads > ROWS * shape.blocks:
         return 1
-    most_blocks = _most_blocks(batch, shape.rows // groups, len(batch.prefix_end))
+    most_blocks = _most_blocks(batch, shape, len(batch.prefix_end))
     one_each = 4 * shape.rows * shape.head_dim * kv_heads * most_blocks
     splits = min(MOST_SPLITS, -(-shape.blocks // kv_heads), _MOST_STATE_BYTES // one_each - _more_states(batch))
     return max(splits, 1)
 
 
-def plan_tiles(batch: AttentionBatch, runs: Tiles, shape: Shape, groups: int, near: Near | None = None) -> Work:
+def plan_tiles(batch: AttentionBatch, runs: Tiles, shape: Shape, near: Near | None = None) -> Work:
     """Return the work items of rows that are computed in one go."""
-    per_block = shape.rows // groups
-    tiles, bound = cut(runs, per_block), _most_blocks(batch, per_block, len(batch.prefix_end))
-    items, rows = _items(batch, tiles, shape), _bounds(batch, tiles, shape, groups, near)
+    tiles = cut(runs, shape.block_tokens)
+    bound = _most_blocks(batch, shape, len(batch.prefix_end))
+    layout = _layout(batch, tiles, shape, bound)
+    items, rows = _items(batch, tiles, shape, layout.start), _bounds(batch, tiles, shape, near)
     items, found = _near(items, batch, tiles, shape, near)
     items, listed = _visit(items, found, bound)
-    return Work(pad(items, bound), pad(rows, bound), *_tokens(batch, tiles, per_block, bound), visits=listed)
+    return Work(pad(items, bound), pad(rows, bound), layout.source, layout.place, visits=listed)
 
 
 def plan_blocks(
@@ -120,7 +112,6 @@ def plan_blocks(
     weighing: RowWeighing | None,
     runs: Tiles,
     shape: Shape,
-    groups: int,
     most_splits: int,
     sequences: int,
     near: Near | None = None,
@@ -132,49 +123,50 @@ def plan_blocks(
         weighing: weighing of every row, or None. The rows of a run are all weighed, or all left as they are.
         runs: runs of rows.
         shape: sizes.
-        groups: query heads per KV head.
         most_splits: see `block_splits`.
         sequences: largest number of sequences whose rows are in `runs`.
         near: the window, or None.
     """
-    per_block = shape.rows // groups
-    tiles, bound = cut(runs, per_block), _most_blocks(batch, per_block, sequences)
+    tiles, bound = cut(runs, shape.block_tokens), _most_blocks(batch, shape, sequences)
     most = most_splits + _more_states(batch)
-    base, found = _near(_items(batch, tiles, shape), batch, tiles, shape, near)
+    layout = _layout(batch, tiles, shape, bound)
+    base, found = _near(_items(batch, tiles, shape, layout.start), batch, tiles, shape, near)
     items, splits = split_items(base, batch, weighing, tiles, shape, most_splits, most, bound)
     items, listed = _visit(items, found, bound)
-    rows = pad(_bounds(batch, tiles, shape, groups, near), bound)
-    return Work(items, rows, *_tokens(batch, tiles, per_block, bound), splits, listed)
+    rows = pad(_bounds(batch, tiles, shape, near), bound)
+    return Work(items, rows, layout.source, layout.token, splits, listed)
 
 
-def plan_decodes(
-    batch: AttentionBatch, weighing: RowWeighing | None, runs: Tiles, shape: Shape, near: Near | None = None
-) -> Work:
-    """Return the work items of single rows that see one range of slots."""
-    bound = min(len(batch.prefix_end), len(batch.row_seq))
-    most = MOST_SPLITS + (0 if weighing is None else 2)
-    base, found = _near(_items(batch, runs, shape), batch, runs, shape, near)
-    items, splits = split_items(base, batch, weighing, runs, shape, MOST_SPLITS, most, bound)
-    items, listed = _visit(items, found, bound)
-    return Work(items, None, *_tokens(batch, runs, 1, bound), splits, listed)
+def decode_states(weighs: bool, *, windowed: bool) -> int:
+    """Return the largest number of states of a decode. Each further range of slots may cut one more split in two."""
+    return MOST_SPLITS + (2 if weighs else int(windowed))
 
 
-def pack_table(batch: AttentionBatch, shape: Shape) -> tuple[Int32[np.ndarray, "S W"], Int32[np.ndarray, "S tiles"]]:
-    """Return the entries of the page tables, and whether a page of a KV tile is not full."""
-    sequences, width = batch.block_tables.shape
-    entries = (batch.block_tables | batch.page_len << walk.LENGTH_SHIFT).astype(np.int32)
-    short = (batch.page_len < batch.block_size).astype(np.int32)
+def pack_table(
+    tables: Int32[StepArray, "S W"], page_len: Int32[StepArray, "S W"], shape: Shape, xp: Any = np
+) -> tuple[Int32[StepArray, "S W"], Int32[StepArray, "S tiles"]]:
+    """Return the entries of the page tables, and whether a page of a KV tile is not full.
+
+    Args:
+        tables: page tables.
+        page_len: valid slots of every page.
+        shape: sizes of a KV tile.
+        xp: `numpy`, or `jax.numpy` for arrays on the device.
+    """
+    sequences, width = tables.shape
+    entries = (tables | page_len << walk.LENGTH_SHIFT).astype(np.int32)
+    short = (page_len < shape.block_size).astype(np.int32)
     if shape.block_size > shape.slots:
-        return entries, np.repeat(short, shape.block_size // shape.slots, axis=1)
+        return entries, xp.repeat(short, shape.block_size // shape.slots, axis=1)
     missing = -width % shape.boxes
-    entries, short = (np.pad(x, ((0, 0), (0, missing))) for x in (entries, short))
+    entries, short = (xp.pad(x, ((0, 0), (0, missing))) for x in (entries, short))
     return entries, short.reshape(sequences, -1, shape.boxes).max(axis=2)
 
 
-def _most_blocks(batch: AttentionBatch, per_block: int, sequences: int) -> int:
+def _most_blocks(batch: AttentionBatch, shape: Shape, sequences: int) -> int:
     """Return the largest number of blocks of queries of a step. A run may be cut in two where its question begins."""
     rows, runs = len(batch.row_seq), sequences * (1 if batch.weighing is None and batch.page_position is None else 2)
-    return rows // per_block + min(rows, runs)
+    return rows // shape.block_tokens + min(rows, runs)
 
 
 def _more_states(batch: AttentionBatch) -> int:
@@ -182,14 +174,15 @@ def _more_states(batch: AttentionBatch) -> int:
     return 1 if batch.weighing is None else 2
 
 
-def _items(batch: AttentionBatch, tiles: Tiles, shape: Shape) -> Int32[np.ndarray, "I fields"]:
+def _items(batch: AttentionBatch, tiles: Tiles, shape: Shape, start: Int32[np.ndarray, " I"]) -> Int32[np.ndarray, "I fields"]:
     """Return the work items of query tiles, one a tile."""
-    items = np.zeros((len(tiles.row), len(walk.ITEM)), np.int32)
+    items = np.zeros((len(tiles.row), walk.WIDTH), np.int32)
     if not len(items):
         return items
     seq = batch.row_seq[tiles.row]
     items[:, walk.SEQ] = seq
     items[:, walk.QUERY] = items[:, walk.OUT] = np.arange(len(items))
+    items[:, walk.START], items[:, walk.SIZE] = start, tiles.size
     ranges, full = tile_ranges(batch, tiles, shape.slots), full_tiles(batch, tiles, shape.slots)
     for fields, values in (((walk.FIRST_END, walk.SECOND_START, walk.SECOND_END), ranges), (walk.FULL, full)):
         items[:, fields] = np.stack(values, axis=1)
@@ -207,9 +200,8 @@ def _near(
     if near is None:
         return items, None
     found = visits(batch, tiles, near.several, shape.slots, near.window)
-    items = np.concatenate([items, found.lowest[:, None]], axis=1)
-    items[:, walk.LOW] = found.start
-    return items, found
+    items[:, walk.LOW], items[:, walk.POSITION] = found.start, found.lowest
+    return items[:, : walk.POSITION + 1], found
 
 
 def _visit(
@@ -228,28 +220,55 @@ def _visit(
 
 
 def _bounds(
-    batch: AttentionBatch, tiles: Tiles, shape: Shape, groups: int, near: Near | None
+    batch: AttentionBatch, tiles: Tiles, shape: Shape, near: Near | None
 ) -> Int32[np.ndarray, "I fields warpgroups 64"]:
     """Return the largest slot and the row start of each folded row of query tiles, and its position if there is a window.
 
     Rows beyond a tile's see no slot.
     """
-    token = np.arange(shape.rows) // groups
-    row = np.minimum(tiles.row[:, None] + token, len(batch.row_seq) - 1)
-    used = token < np.minimum(tiles.size, shape.rows // groups)[:, None]
+    warpgroup, place = np.divmod(np.arange(shape.rows), ROWS)
+    token = place // shape.groups
+    used = token < np.minimum(tiles.size[:, None] - warpgroup * shape.tokens, shape.tokens)
+    row = np.minimum(tiles.row[:, None] + warpgroup * shape.tokens + token, len(batch.row_seq) - 1)
     fields = [np.where(used, batch.row_slot[row], -1), np.where(used, batch.row_start[row], 0)]
     if near is not None:
         fields.append(batch.row_positions()[row])
     return np.stack(fields, axis=1).astype(np.int32).reshape(-1, len(fields), shape.warpgroups, ROWS)
 
 
-def _tokens(
-    batch: AttentionBatch, tiles: Tiles, per_block: int, bound: int
-) -> tuple[Int32[np.ndarray, "E tokens"], Int32[np.ndarray, " T"]]:
-    """Return `Work.tokens` and `Work.place` of query tiles."""
-    rows = len(batch.row_seq)
-    tokens = np.minimum(tiles.row[:, None] + np.arange(per_block), rows - 1)
-    tile = np.repeat(np.arange(len(tiles.row)), tiles.size)
-    offset, place = within(tiles.size), np.full(rows, -1, np.int32)
-    place[tiles.row[tile] + offset] = tile * per_block + offset
-    return pad(tokens.astype(np.int32), bound), place
+class Layout(NamedTuple):
+    """Folded rows of blocks of queries: a token's query heads of one KV head, token by token, block by block.
+
+    The tokens of each warpgroup begin at a multiple of `UNIT`, because copies move whole units.
+
+    Attributes:
+        start: first folded row of each block.
+        source: token and query head of each folded row, `token * groups + head`; any for rows of no token.
+        place: first folded row of each row of the batch, or -1.
+        token: block times tokens of a block plus place in the block of each row of the batch, or -1.
+    """
+
+    start: Int32[np.ndarray, " E"]
+    source: Int32[np.ndarray, " R"]
+    place: Int32[np.ndarray, " T"]
+    token: Int32[np.ndarray, " T"]
+
+
+def _layout(batch: AttentionBatch, tiles: Tiles, shape: Shape, bound: int) -> Layout:
+    """Return the folded rows of query tiles, at most `bound` of them."""
+    rows, groups, ragged = len(batch.row_seq), shape.groups, shape.tokens * shape.groups % UNIT > 0
+    first = np.minimum(tiles.size, shape.tokens)
+    units = shape.units(first) + shape.units(tiles.size - first)
+    start = UNIT * (np.cumsum(units) - units)
+    token = within(tiles.size)
+    warpgroup, place = np.divmod(token, shape.tokens)
+    folded = np.repeat(start, tiles.size) + UNIT * shape.units(shape.tokens) * warpgroup + groups * place
+    row = np.repeat(tiles.row, tiles.size) + token
+    # Full blocks fill their units unless they are ragged, so only the last block of a run leaves a unit in part.
+    partial = bound * shape.warpgroups if ragged else bound - rows // shape.block_tokens
+    source = np.zeros(UNIT * (shape.units(rows) + partial) + shape.rows, np.int32)
+    head = np.arange(groups)
+    source[folded[:, None] + head] = row[:, None] * groups + head
+    places = np.full((2, rows), -1, np.int32)
+    places[:, row] = folded, np.repeat(np.arange(len(tiles.row)), tiles.size) * shape.block_tokens + token
+    return Layout(start.astype(np.int32), source, *places)

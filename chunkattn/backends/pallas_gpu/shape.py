@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from chunkattn.backends.base import FP8
+from chunkattn.backends.base import FP8, StepArray
 from chunkattn.backends.pallas_gpu.products import ROWS
 
 _TILES = {64: (128, 4), 128: (128, 3), 256: (64, 2)}
@@ -20,6 +20,9 @@ _FP8_TILES = {64: (128, 3, 4), 128: (128, 2, 2), 256: (64, 2, 1)}
 """Slots, stages, and stages of the ring of FP8 tiles, for outputs."""
 _FP8_STATE_TILES = {64: (128, 2, 6), 128: (64, 2, 6), 256: (64, 2, 1)}
 """The same for states."""
+
+UNIT = 8
+"""Rows of outputs that are copied at once: those of one tile of shared memory."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ class Shape:
         stages: KV tiles of the ring in shared memory.
         warpgroups: consumer warpgroups, 1 or 2.
         rows: folded rows of a block of queries: 64 a warpgroup, or 8 to 64 of one warpgroup.
+        groups: query heads per KV head, which are rows side by side.
         states: whether items end in softmax states; else in outputs.
         fp8_stages: KV tiles of the ring that FP8 pages are copied to before they are converted; 0 for 16-bit pages.
         blocks: blocks of threads that share the items, for states.
@@ -45,10 +49,25 @@ class Shape:
     stages: int
     warpgroups: int
     rows: int
+    groups: int
     states: bool
     fp8_stages: int = 0
     blocks: int = 132
     window: int | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a warpgroup, whose query heads do not lie in two warpgroups."""
+        return min(self.rows, ROWS) // self.groups
+
+    @property
+    def block_tokens(self) -> int:
+        """Return the tokens of a block of queries."""
+        return self.warpgroups * self.tokens
+
+    def units(self, tokens: StepArray) -> StepArray:
+        """Return the units of output rows of a warpgroup's tokens."""
+        return -(-tokens * self.groups // UNIT)
 
     @property
     def box(self) -> int:
@@ -132,10 +151,10 @@ class Shape:
         )
 
 
-def shape_for(head_dim: int, block_size: int, *, rows: int, states: bool, fp8: bool) -> Shape:
+def shape_for(head_dim: int, block_size: int, *, rows: int, groups: int, states: bool, fp8: bool) -> Shape:
     """Return the sizes for outputs of two warpgroups, or for states of one."""
     if fp8:
         slots, stages, fp8_stages = (_FP8_STATE_TILES if states else _FP8_TILES)[head_dim]
     else:
         (slots, stages), fp8_stages = (_STATE_TILES if states else _TILES)[head_dim], 0
-    return Shape(head_dim, block_size, slots, stages, 1 if states else 2, rows, states, fp8_stages)
+    return Shape(head_dim, block_size, slots, stages, 1 if states else 2, rows, groups, states, fp8_stages)

@@ -13,17 +13,18 @@ from jaxtyping import Array, Int32
 
 from chunkattn.backends.pallas_gpu.shape import Shape
 
-ITEM = SEQ, QUERY, OUT, FIRST_END, SECOND_START, SECOND_END, FULL_END, FULL_START, FULL_STOP, LOW, HIGH, PREFIX_END = range(12)
-"""Fields of a work item, int32 `[I, len(ITEM)]`.
+_RANGES = FIRST_END, SECOND_START, SECOND_END, FULL_END, FULL_START, FULL_STOP = range(6)
+_OF_BLOCK = SEQ, QUERY, START, SIZE, OUT, LOW, HIGH, PREFIX_END = range(6, 14)
+POSITION, WIDTH = 14, 16
+"""Fields of a work item, int32 `[I, WIDTH]`, or `[I, POSITION + 1]` in layers with a sliding window.
 
-In order: sequence, block of queries, place of the result, KV tiles `[0, FIRST_END)` and `[SECOND_START, SECOND_END)`, KV tiles
-`[0, FULL_END)` and `[FULL_START, FULL_STOP)` of which every row sees every token, smallest row start and largest slot of
-the rows, slots of the prefix.
-"""
-POSITION = len(ITEM)
-"""Further field in layers with a sliding window: lowest position of the rows.
+A width that is a power of two saves instructions of the loops. With a window, it would cost registers that there are not.
 
-`[SECOND_START, SECOND_END)` is then a range of the visits of the block of queries, see `windows.Visits`, and `FIRST_END` 0.
+In order: KV tiles `[0, FIRST_END)` and `[SECOND_START, SECOND_END)`, KV tiles `[0, FULL_END)` and `[FULL_START, FULL_STOP)` of
+which every row sees every token; sequence, block of queries, first folded row of the block (see `plan.Layout`) and number of
+its tokens, place of the states, smallest row start and largest slot of the rows, slots of the prefix; in layers with a sliding
+window lowest position of the rows. There `[SECOND_START, SECOND_END)` is a range of the visits of the block of queries, see
+`windows.Visits`, and `FIRST_END` 0.
 """
 FULL = (FULL_END, FULL_START, FULL_STOP)
 
