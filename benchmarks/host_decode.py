@@ -50,7 +50,7 @@ class Clock:
 def watch_device(core: EngineCore, clock: Clock) -> None:
     """Count the time in the programs of an engine, and in waits for their values."""
     runner = core.runner
-    for name in ("_step", "_gather", "_sample", "_read_labels", "_fetch", "read_decodes"):
+    for name in ("_step", "_gather", "_sample", "_read_labels", "fetch", "read_decodes"):
         clock.watch(runner, name)
     if runner._decode is not None:
         clock.watch(runner._decode, "run")

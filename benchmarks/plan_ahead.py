@@ -32,8 +32,8 @@ class Device:
     def __init__(self, runner: Any) -> None:
         self.seconds, self._sent = 0.0, 0.0
         self._runner, self._step, self._gather, self._sample = runner, runner._step, runner._gather, runner._sample
-        self._fetch, self._known = runner._fetch, dict[Any, Any]()
-        runner._step, runner._gather, runner._sample, runner._fetch = self.step, self.gather, self.sample, self.fetch
+        self._fetch, self._known = runner.fetch, dict[Any, Any]()
+        runner._step, runner._gather, runner._sample, runner.fetch = self.step, self.gather, self.sample, self.fetch
 
     def step(self, params: Any, caches: Any, stacks: Any, token_ids: Any, *inputs: Any, **static: Any) -> Any:
         """Return the values of the first step of this size, and the pool as it is."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, chain
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -98,16 +100,32 @@ class ScoreInputs:
 
     def packs(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ranges of items of these lengths that are packed behind the query, see `groups`."""
-        unit = self._unit
+        unit = self.unit
         slots = self.max_pack_slots + self.query_len // -unit * unit
         return groups(lens, self.max_pack_tokens - self.query_len, slots, unit)
 
     def batches(self, lens: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Yield ranges of items of these lengths that are sent together after a cached query, see `groups`."""
-        return groups(lens, self.max_batch_tokens, self.max_batch_slots, self._unit)
+        return groups(lens, self.max_batch_tokens, self.max_batch_slots, self.unit)
+
+    @cached_property
+    def prefix_ids(self) -> Int32[np.ndarray, " P"]:
+        """Return `before` as an array."""
+        return np.asarray(self.before, np.int32)
+
+    @cached_property
+    def item_ids(self) -> list[Int32[np.ndarray, " T"]]:
+        """Return the token ids of each item as arrays."""
+        lens = [len(item) for item in self.items]
+        return [self.flat_ids[end - size : end] for size, end in zip(lens, accumulate(lens))]
+
+    @cached_property
+    def flat_ids(self) -> Int32[np.ndarray, " T"]:
+        """Return the token ids of all items in one array."""
+        return np.fromiter(chain.from_iterable(self.items), np.int32, sum(map(len, self.items)))
 
     @property
-    def _unit(self) -> int:
+    def unit(self) -> int:
         """Return the slots to whose multiples an item's length is rounded up."""
         return self.block_size if self.items_on_pages else 1
 
@@ -170,7 +188,7 @@ def serial(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
     for place in places:
         item = call.items[place]
         rows = call.rows_of(place, call.query_len + len(item))
-        yield make_layout(call.before, [], item), np.asarray(rows), [place] * len(rows)
+        yield make_layout(call.prefix_ids, [], item), np.asarray(rows), [place] * len(rows)
 
 
 def packed_segment(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
@@ -206,14 +224,16 @@ def _packs(
     for first, last in cut([len(call.items[place]) for place in places]):
         # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
         packed = places[first:last]
-        layout = make_layout(call.before, [call.items[place] for place in packed], [], "shared")
-        rows, owners = list[int](), list[int]()
-        for place, segment in zip(packed, layout.segments[1:-1], strict=True):
-            read = call.rows_of(place, segment.end if segment.end > segment.start else layout.prefix_len)
-            rows += read
-            owners += [place] * len(read)
+        layout = make_layout(call.prefix_ids, [call.item_ids[place] for place in packed], [], "shared")
+        lens = np.asarray(layout.chunk_lens, np.int64)
+        ends = layout.prefix_len + np.cumsum(lens) * (lens > 0)
+        if call.reads or call.backs:
+            read = [call.rows_of(place, end) for place, end in zip(packed, ends.tolist(), strict=True)]
+            rows, owners = np.asarray([row for rows in read for row in rows]), np.repeat(packed, [len(rows) for rows in read])
+        else:
+            rows, owners = ends - 1, np.asarray(packed)
         order = np.argsort(rows, kind="stable")
-        yield layout, np.asarray(rows)[order], [owners[number] for number in order]
+        yield layout, rows[order], owners[order].tolist()
 
 
 def extend_documents(call: ScoreInputs, places: Sequence[int]) -> Iterator[Pack]:
@@ -249,15 +269,14 @@ def groups(lens: Sequence[int], most: int, room: int = 1 << 31, unit: int = 1) -
         room: slot limit of a range.
         unit: slots to whose multiples an entry's tokens are rounded up.
     """
-    first = tokens = slots = 0
-    for index, size in enumerate(lens):
-        taken = -(-size // unit) * unit
-        if index > first and (tokens + size > most or slots + taken > room):
-            yield first, index
-            first, tokens, slots = index, 0, 0
-        tokens, slots = tokens + size, slots + taken
-    if first < len(lens):
-        yield first, len(lens)
+    first, sizes = 0, np.asarray(lens, np.int64)
+    sums = [(np.cumsum(sizes), most), (np.cumsum(-(-sizes // unit) * unit), room)]
+    while first < len(sizes):
+        before = [int(total[first - 1]) if first else 0 for total, _ in sums]
+        ends = [int(total.searchsorted(start + limit, "right")) for start, (total, limit) in zip(before, sums, strict=True)]
+        last = max(min(ends), first + 1)
+        yield first, last
+        first = last
 
 
 def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes) -> tuple[dict[str, float], float]:
@@ -291,7 +310,9 @@ def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes) -> tuple[dict
         again = (query - 1) % call.cut_size + 1
         extend += seconds([again], _behind(query - again, [again]))
     costs = {
-        "serial": seconds([sum(lens) + query * len(lens)], sum(_causal(query + n) for n in lens)),
+        "serial": seconds(
+            [sum(lens) + query * len(lens)], sum(number * _causal(query + n) for n, number in Counter(lens).items())
+        ),
         "packed_segment": seconds(
             [query + sum(lens[first:last]) for first, last in packs],
             sum(alone + _behind(query, lens[first:last], query) for first, last in packs),

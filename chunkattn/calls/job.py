@@ -259,12 +259,15 @@ def bounded(entries: Iterable[E], *bounds: tuple[int | None, Callable[[E], int]]
         yield taken
 
 
-def stages(requests: Iterable[M], most: int, size: Callable[[M], int]) -> Iterator[list[M]]:
+def stages(
+    requests: Iterable[M], most: int, size: Callable[[M], int], *bounds: tuple[int | None, Callable[[M], int]]
+) -> Iterator[list[M]]:
     """Yield requests, which are made one by one, in stages of bounded size.
 
     Args:
         requests: the requests.
         most: limit on the tokens of a stage that are computed; a single request may exceed it.
         size: function that returns these tokens of a request.
+        *bounds: further bounds, see `bounded`.
     """
-    return bounded(requests, (most, size), (STAGE_LAYOUT, lambda request: len(request.layout)))
+    return bounded(requests, (most, size), (STAGE_LAYOUT, lambda request: len(request.layout)), *bounds)

@@ -233,7 +233,8 @@ class ScoreCall(ScoreInputs):
         """Score the items."""
         apart = self.extends and self.documents is None
         # Batches that share steps would run unlike batches alone, which decides the bits of some backends.
-        most = 0 if apart and self.is_whole else STAGE_STEPS * self._frontend.config.max_num_batched_tokens
+        self._series = self._frontend.new_id() if apart and self.is_whole else None
+        most, room = STAGE_STEPS * self._frontend.config.max_num_batched_tokens, self.max_batch_slots if self._series else None
         if apart and self._open:
             # The query runs first by itself, so that batches of items run alike with and without a cached query.
             request = self.query_request()
@@ -243,7 +244,8 @@ class ScoreCall(ScoreInputs):
             self.cached_query = query.cached.total
             self._computed += len(self.before) - self.cached_query
         places: dict[str, list[int]] = {}
-        for stage in stages(self._requests(places), most, _rows if self.extends else lambda request: len(request.layout)):
+        size = _rows if self.extends else lambda request: len(request.layout)
+        for stage in stages(self._requests(places), most, size, (room, self._slots)):
             for result in (yield Ask(stage)):
                 self._keep(result, places.pop(result.request_id))
 
@@ -266,16 +268,23 @@ class ScoreCall(ScoreInputs):
                 backend=self.choice[0] if self.choice[0] in self._frontend.limits.backends else None,
                 raw=self.raw,
                 hidden=bool(self._readers),
+                series=self._series,
             )
             self._frontend.limits.check(request, self.names)
             placed[request.request_id] = places
             yield request
+
+    def _slots(self, request: ScoreRequest) -> int:
+        """Return the KV slots that a request takes beside the query."""
+        return sum(-(-size // self.unit) * self.unit for size in request.layout.chunk_lens)
 
     def _read_lists(self, places: Sequence[int]) -> tuple[tuple[tuple[int, ...], ...], np.ndarray | None]:
         """Return the different lists of labels of some items, and the place of each item's list; None if there is only one."""
         if not self.labels or self._readers:
             return (), None
         lists: dict[tuple[int, ...], int] = {}
+        if not self.reads and len({*map(id, map(self.labels.__getitem__, places))}) == 1:
+            return (self.labels[places[0]],), None
         read = Counter[int]()  # rows of each item
         numbers = []
         for place in places:
@@ -295,6 +304,12 @@ class ScoreCall(ScoreInputs):
         """Keep the values of some items, one row for each token that is read of them."""
         self._computed += result.computed
         self._memory.rates = result.rates
+        if not self._readers and not self.reads and len({len(self.labels[place]) for place in places if self.labels}) < 2:
+            values = result.logprobs.copy()  # one row an item; a view would keep the rows of a whole step
+            self._values.update(zip(places, values, strict=True))
+            self._memory.results.put_all([self._keys[place] for place in places], values)
+            self.done += len(places)
+            return
         rows: dict[int, list[np.ndarray]] = {}
         for place, row in zip(places, result.logprobs, strict=True):
             rows.setdefault(place, []).append(row)
@@ -317,7 +332,8 @@ class ScoreCall(ScoreInputs):
             by_size.setdefault(len(self._values[place]), []).append(number)
         # Padding would change the order in which a softmax adds, so rows of one length form an array.
         for numbers in by_size.values():
-            rows = np.stack([self._values[self._first[number]] for number in numbers]).astype(np.float64)
+            rows = np.concatenate([self._values[self._first[number]] for number in numbers]).astype(np.float64)
+            rows = rows.reshape(len(numbers), -1)
             for number, row, score in zip(numbers, rows.tolist(), self._scores(rows).tolist(), strict=True):
                 values[number], scores[number] = row, score
         is_logits = self._is_logits

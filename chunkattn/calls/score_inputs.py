@@ -18,7 +18,7 @@ from chunkattn.engine.limits import ITEMS
 from chunkattn.errors import MissingError, RequestError
 from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput
-from chunkattn.parsers.arguments import as_list, check_ids, is_list
+from chunkattn.parsers.arguments import as_list, check_ids, is_list, plain_ids
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
 
 Query = str | Sequence[int]
@@ -172,7 +172,8 @@ def _tokenized(
     read, name = (ids, "items[{}]") if kinds == {False} else (frontend.parser.prompts, "item {}")
     query_ids = read(query, "query", "query")
     if identity not in known:
-        known[identity] = [read(item, name.format(i), "items") for i, item in enumerate(items)]
+        plain = plain_ids(items, frontend.parser.max_tokens) if kinds == {False} else None
+        known[identity] = plain or [read(item, name.format(i), "items") for i, item in enumerate(items)]
     if not query_ids:
         raise RequestError("the query is empty", param="query")
     return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[identity]

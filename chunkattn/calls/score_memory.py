@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import accumulate
 from threading import Lock
 from typing import TypeVar
 
@@ -124,15 +125,16 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
             shared.update(np.asarray(part, np.int64).tobytes())
     labels = call.labels or [()] * len(call.items)
     lists = {ids: np.asarray([len(ids), *ids], np.int64).tobytes() for ids in {*labels}}
-    items = [lists[ids] + np.asarray(item, np.int64).tobytes() for item, ids in zip(call.items, labels, strict=True)]
+    flat, ends = call.flat_ids.astype(np.int64).tobytes(), accumulate(8 * len(item) for item in call.items)
+    bounds = zip(call.items, ends, labels, strict=True)
+    items = [lists[ids] + flat[end - 8 * len(item) : end] for item, end, ids in bounds]
     if call.reads:
         items = [np.asarray([-reads], np.int64).tobytes() + item for reads, item in zip(call.reads, items, strict=True)]
     if call.backs:
         items = [np.asarray([-len(b), *b], np.int64).tobytes() + item for b, item in zip(call.backs, items, strict=True)]
     if whole:
         shared.update(np.asarray([len(item) for item in items], np.int64).tobytes())
-        for item in items:
-            shared.update(item)
+        shared.update(b"".join(items))
     keys = []
     for item in items:
         digest = shared.copy()
@@ -168,16 +170,26 @@ class ResultCache:
             key: key of the item.
             row: log-probabilities or logits of the labels, or class logits.
         """
-        size = row.nbytes + _ENTRY_BYTES
-        if not self.enabled or size > self._max_bytes or not np.isfinite(row).all():
+        self.put_all([key], row[None])
+
+    def put_all(self, keys: Sequence[bytes], rows: Float32[np.ndarray, "N L"]) -> None:
+        """Keep the results of items with as many labels, in order, except those that are not finite.
+
+        Args:
+            keys: key of each item.
+            rows: log-probabilities or logits of the labels, or class logits, of each item.
+        """
+        size = rows.shape[1] * rows.itemsize + _ENTRY_BYTES
+        if not self.enabled or size > self._max_bytes:
             return
         with self._lock:
-            if key not in self._rows:
-                self._rows[key] = row.copy()  # a view would keep its whole batch
-                self._bytes += size
-            while self._bytes > self._max_bytes:
-                _, old = self._rows.popitem(last=False)
-                self._bytes -= old.nbytes + _ENTRY_BYTES
+            for key, row, finite in zip(keys, rows, np.isfinite(rows).all(1).tolist(), strict=True):
+                if finite and key not in self._rows:
+                    self._rows[key] = row.copy()  # a view would keep its whole batch
+                    self._bytes += size
+                while self._bytes > self._max_bytes:
+                    _, old = self._rows.popitem(last=False)
+                    self._bytes -= old.nbytes + _ENTRY_BYTES
 
     def clear(self) -> None:
         """Forget all results."""

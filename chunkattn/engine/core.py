@@ -30,8 +30,17 @@ from chunkattn.engine.messages import (
 )
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import accept_tokens, cached_tokens, collect, read_step, request_stats, split_at_stops
+from chunkattn.engine.readout import (
+    StepResult,
+    accept_tokens,
+    cached_tokens,
+    collect,
+    request_stats,
+    split_at_stops,
+    start_reading,
+)
 from chunkattn.engine.request import Request, Sample
+from chunkattn.engine.row_reader import Reading
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.runs import Run, Runs
 from chunkattn.engine.scheduler import Scheduler
@@ -121,7 +130,8 @@ class EngineCore:
         self._pins: dict[str, Request] = {}
         self._outputs: list[EngineOutput] = []  # of the step under way; an interrupt leaves them to the next step
         self._concerned: list[Request] = []  # requests that an exception in the step under way concerns
-        self._unchecked: tuple[Step, jax.Array] | None = None  # step that may still run on the device, and its finite rows
+        self._unchecked: tuple[Step, Reading[StepResult]] | None = None  # step that may still run on the device
+        self._checking: list[Span] | None = None  # spans of that step while its values are read
         self._arrivals = 0
         self._persisted = False  # by the last step
 
@@ -256,9 +266,10 @@ class EngineCore:
         engine on all of them.
 
         A request with a value that is not finite ends with `RequestFailed` as well, and the other requests keep their results.
-        A step that reads nothing is checked while the device computes the next step, so that the check does not wait.
+        A step that draws no token is checked, and its values are read, while the device computes the next step.
         """
         began, compiled, spans = time.perf_counter(), self.runner.compiles.total(), list[Span]()
+        before, self._checking = self._unchecked, None
         self._concerned, self._persisted = [], False
         read = 0 if self.adapters is None else self.adapters.num_read
         try:
@@ -280,11 +291,12 @@ class EngineCore:
                 self.meter.finish()  # the device is idle
             if (new := self.runner.compiles.total() - compiled) and spans:
                 logger.info("a step compiled or loaded %d programs, in %.1f s", new, time.perf_counter() - began)
-            self.isolation.step_done(self._is_alive, len(spans))
+            checked = [] if before is None else before[0].spans
+            self.isolation.step_done(self._is_alive, max(len(checked), len(spans) if self._unchecked is None else 0))
         except Exception as error:
             if self._ends_hosts(error):
                 raise
-            self._blame(error, spans)
+            self._blame(error, spans if self._checking is None else self._checking)
         except BaseException:  # an interrupt fails no request, but may lose the donated pool
             self._recover([])
             raise
@@ -304,15 +316,18 @@ class EngineCore:
         self.meter.add(began, len(step.arrays.token_ids), step.area)
         hidden, finite = self.runner.forward(step.arrays)
         self.scheduler.sent(step.spans)
+        reading, before = start_reading(self.runner, step, hidden, finite), self._unchecked
         self._check_last()
         self.metrics.count_step(step)
-        self._conclude(step, hidden, finite)
+        self._conclude(step, reading)
         # The time of a step counts when its results have arrived, without compilation, on the engine's backend.
         if self.runner.compiles.total() > compiled or step.arrays.backend is not None:
             self.meter.forget()
-        elif step.is_read:
+        elif self._unchecked is None:
             self.meter.finish()
             self.runs.note(step, time.perf_counter() - began)
+        elif before is not None and before[0].is_read:
+            self.meter.finish((len(step.arrays.token_ids), step.area))
         self.metrics.steps.inc()
         self.metrics.step_time.observe(time.perf_counter() - began)
 
@@ -326,6 +341,9 @@ class EngineCore:
 
     def _place(self) -> None:
         """Place waiting requests, and end those that can never be placed."""
+        if self._unchecked is not None and self.scheduler.waiting and self._unchecked[0].ends_scores:
+            self._check_last()  # the requests that wait take the room of those that end
+            self.meter.finish()
         self._admit()
         while request := self.scheduler.stuck:
             lacks_states = self.scheduler.placement.lacks_states
@@ -350,30 +368,46 @@ class EngineCore:
             self._planning_error = error
 
     def _check_last(self) -> None:
-        """Check and commit the step before this one, unless that has been done."""
+        """Read, check and commit the step before this one, unless that has been done."""
         if self._unchecked is None:
             return
-        (step, finite), self._unchecked = self._unchecked, None
-        self._concerned = self._concerned or [span.sample.request for span in step.spans]
-        self._finish_scored(step, self._commit(step, np.asarray(finite)))
-        self._finish_precomputed()
+        (step, reading), self._unchecked = self._unchecked, None
+        concerned, self._checking = self._concerned, step.spans
+        self._concerned = [span.sample.request for span in step.spans]
+        self._finish_step(step, reading, late=True)
+        self._concerned, self._checking = concerned, None
 
-    def _conclude(self, step: Step, hidden: jax.Array, finite: jax.Array) -> None:
-        """Read the values of a step, hand them to its requests, and end the requests that are complete.
+    def _conclude(self, step: Step, reading: Reading[StepResult]) -> None:
+        """Finish a step that draws tokens, and leave any other until the next step is on the device.
+
+        Steps of a backend that a request names, and of requests that run alone, are finished at once, too.
 
         Args:
             step: step that has been dispatched.
-            hidden: float32 `[T, hidden]` hidden states.
-            finite: bool `[T]`, False for rows with a value that is not finite.
+            reading: its readouts.
         """
-        if not step.is_read:
-            self._unchecked = step, finite
+        at_once = step.samples or step.arrays.backend is not None or (step.is_read and self.isolation.has_suspects)
+        if not at_once:
+            self._unchecked = step, reading
             return
         self.runner.while_waiting = partial(self._plan_ahead, step)
-        result = read_step(self.runner, step, hidden, finite)
+        self._finish_step(step, reading)
+
+    def _finish_step(self, step: Step, reading: Reading[StepResult], *, late: bool = False) -> None:
+        """Wait for the values of a step, hand them to its requests, and end the requests that are complete.
+
+        Args:
+            step: oldest step that is not committed.
+            reading: its readouts.
+            late: whether requests may have been aborted since the step was sent.
+        """
+        result = reading.finish(self.runner.fetch(reading.arrays))
         if (error := self._planning_error) is not None:
             raise error
         taken = self._commit(step, result.finite)
+        for span, rows in step.rows() if late else ():
+            if not self._is_alive(span.sample.request):
+                taken[rows] = False
         self._outputs += collect(step, result, taken, self.meter)
         drawn = [(row, *token) for row, token in zip(step.samples, result.tokens, strict=True) if taken[row[0]]]
         self._fork([row for row, _, _ in drawn])

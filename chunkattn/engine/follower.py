@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from typing import Any
 
 import jax
 
@@ -44,10 +45,13 @@ class Follower:
         self._hidden: jax.Array
         self._runs, self._unread = core.runs, deque[Decoded]()
         self._structures_of_runs: dict[int, jax.tree_util.PyTreeDef] = {}
+        self._sent: list[Any] = []  # arrays of readouts since the last step
         self._waits_for_pool = False
 
     def run(self, call: HostCall) -> None:
-        """Make one call. Its values are of no use here, and are read only to keep pace with the devices.
+        """Make one call. Values of a step are of no use here, and are waited for only to keep pace with the devices.
+
+        As on the first host, the next step is sent before the values of the step before are there.
 
         The first host recovers from an exception that is none of the devices by a new pool. It has had the same exception, so
         this host skips calls until the new pool.
@@ -74,21 +78,24 @@ class Follower:
         match call:
             case Forward():
                 self._hidden, _ = runner.forward(self._arrays(call))
+                before, self._sent = self._sent, []
+                jax.block_until_ready(before)  # type: ignore[no-untyped-call]
             case Decode():
                 self._unread.append(runner.decode(self._decodes(call), continues=call.continues))
             case ReadDecodes():
                 jax.block_until_ready(self._unread.popleft())  # type: ignore[no-untyped-call]
             case ReadSample(rows, fields, edits, with_logprobs):
                 changes = None if edits is None else Edits(*edits)
-                runner.sample(self._hidden, rows, SampleInput(*fields), changes, with_logprobs)
+                self._sent.append(runner.sample(self._hidden, rows, SampleInput(*fields), changes, with_logprobs).arrays)
             case ReadLabels(rows, labels, raw):
-                (runner.label_logits if raw else runner.label_logprobs)(self._hidden, rows, labels)
+                read = runner.label_logits if raw else runner.label_logprobs
+                self._sent.append(read(self._hidden, rows, labels).arrays)
             case ReadClasses(rows):
-                runner.class_logits(self._hidden, rows)
+                self._sent.append(runner.class_logits(self._hidden, rows).arrays)
             case ReadHidden(rows):
-                runner.hidden_states(self._hidden, rows)
+                self._sent.append(runner.hidden_states(self._hidden, rows).arrays)
             case ReadTokens(rows, targets):
-                runner.token_logprobs(self._hidden, rows, targets)
+                self._sent.append(runner.token_logprobs(self._hidden, rows, targets).arrays)
             case WarmPicks():
                 runner.warm_picks(self._hidden)
             case WarmReadout(size, number):

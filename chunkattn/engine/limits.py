@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,11 @@ class EngineLimits:
         """
         whole = "prefix" if chunks else names.prefix
         self.check_ids(prefix, names.prefix, whole, placed=False)  # the call may have put ids of its own before them
-        for number, ids in enumerate(items):
+        checked: list[Any] = [ids for ids in items if isinstance(ids, np.ndarray)]
+        listed = (ids for ids in items if not isinstance(ids, np.ndarray))
+        checked.append(np.fromiter(chain.from_iterable(listed), np.int64))
+        known = all(not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size) for ids in checked)
+        for number, ids in enumerate(() if known else items):
             self.check_ids(ids, names.chunks, names.of(number), placed=chunks)
         bounds = {"max_model_len": self.max_model_len, "the KV pool": self.max_request_tokens}
         limit = min(bounds, key=bounds.__getitem__)

@@ -74,6 +74,7 @@ class ScoreRequest:
             `EngineLimits.backends`; None for the engine's backend.
         raw: whether to return the labels' logits instead of their log-probabilities.
         hidden: whether to return the hidden states of the rows, which a head of the caller reads. There are no labels then.
+        series: name that requests share whose tokens must not meet in a step. They run in their order; None for no such name.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class ScoreRequest:
     backend: str | None = None
     raw: bool = False
     hidden: bool = False
+    series: str | None = None
     distinct: ClassVar[bool] = False
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Mapping, Sequence
 
@@ -104,8 +105,9 @@ class EngineMetrics(DescribedMetrics):
 
     def count_step(self, step: Step) -> None:
         """Count the tokens, padding rows and score rows of a step."""
-        for _, request, _ in step.scores:
-            self.scored.labels(request.score.algorithm if request.score else "").inc()
+        scored_by = collections.Counter(request.score.algorithm if request.score else "" for _, request, _ in step.scores)
+        for algorithm, count in scored_by.items():
+            self.scored.labels(algorithm).inc(count)
         decodes = sum(s.end - s.start == 1 and s.start >= len(s.sample.request.layout) for s in step.spans)
         scored = sum(s.end - s.start for s in step.spans if s.sample.request.score)
         rows = step.num_rows

@@ -87,11 +87,17 @@ class RateMeter:
             self._began = began
         self._pending += (1, rows, area)
 
-    def finish(self) -> None:
-        """Record the time of the added steps, when the device has just finished them."""
-        if self._pending[0]:
-            self._record(self._pending, time.perf_counter() - self._began)
-            self._pending = np.zeros(3)
+    def finish(self, running: tuple[int, int] | None = None) -> None:
+        """Record the time of the added steps, when the device has just finished them.
+
+        Args:
+            running: rows and area of the last step, if the device has just begun it; None if it has finished all.
+        """
+        left = np.zeros(3) if running is None else np.asarray([1.0, *running])
+        done, now = self._pending - left, time.perf_counter()
+        if done[0] > 0:
+            self._record(done, now - self._began)
+            self._pending, self._began = left, now
 
     def record(self, steps: int, rows: int, seconds: float) -> None:
         """Record the time of steps without tiles.

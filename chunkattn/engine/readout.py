@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from chunkattn.engine.messages import (
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.request import Request, Sample
+from chunkattn.engine.row_reader import Reading
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.sampling import sampling_blocks
 from chunkattn.engine.step import SampleRow, Step
@@ -31,6 +32,8 @@ from chunkattn.request_record import RequestStats
 
 PromptValues = tuple[float, int, np.ndarray, np.ndarray]
 """Log-probability and rank of a prompt token, and ids and log-probabilities of the likeliest tokens."""
+_Drawn = tuple[list[int], list[int | None], Reading[tuple[np.ndarray, TokenLogprobs | None, np.ndarray]]]
+"""Rows of a block, the number of likeliest tokens that each asks for, and the readout of the block."""
 _NOTHING = np.empty(0, np.float32)
 
 
@@ -52,8 +55,10 @@ class StepResult:
     prompt_logprobs: list[PromptValues]
 
 
-def read_step(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) -> StepResult:
-    """Read the values of a step. The host makes the first arrays of the readouts while the device computes.
+def start_reading(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) -> Reading[StepResult]:
+    """Send all readouts of a step to the device, so that the host waits once for all.
+
+    The host makes the arrays of the readouts while the device computes.
 
     Args:
         runner: runner that has run the step.
@@ -61,86 +66,125 @@ def read_step(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) 
         hidden: float32 `[T, hidden]` hidden states of the step.
         finite: bool `[T]`, whether all hidden values of a row are finite.
     """
-    checked: list[tuple[list[int], np.ndarray]] = []
-    drawn: list[tuple[int, TokenLogprobs | None]] = []
+    drawn: list[_Drawn] = []
     samples = [row for row in step.samples if not row[1].request.prompt_only]
     for block, parameters, edits in sampling_blocks(samples, runner.spec.vocab_size, runner.sample_sizes):
         rows, num_top = [row for row, _, _ in block], [sample.params.logprobs for _, sample, _ in block]
         with_logprobs = any(w is not None for w in num_top)
-        chosen, values, fine = runner.sample(hidden, rows, parameters, edits, with_logprobs)
-        logprobs = [None if w is None else _to_logprobs(values, i, w) for i, w in enumerate(num_top)]
-        drawn += zip(chosen[: len(rows)].tolist(), logprobs, strict=True)
-        checked.append((rows, fine[: len(rows)]))
-    in_order = iter(drawn)
-    tokens = [(0, None) if sample.request.prompt_only else next(in_order) for _, sample, _ in step.samples]
-    scores: list[np.ndarray] = []
-    prompts: list[PromptValues] = []
-    if step.scores:
-        rows = [row for row, _, _ in step.scores]
-        scores, fine = _read_scores(runner, step, hidden, rows)
-        checked.append((rows, fine))
-    if step.prompt_logprobs:
-        rows = [row for row, _, _ in step.prompt_logprobs]
-        prompts, fine = _read_prompts(runner, step, hidden, rows)
-        checked.append((rows, fine))
-    all_finite = np.array(finite)
-    for rows, fine in checked:
-        all_finite[rows] &= fine
-    return StepResult(all_finite, tokens, scores, prompts)
+        drawn.append((rows, num_top, runner.sample(hidden, rows, parameters, edits, with_logprobs)))
+    scored = [row for row, _, _ in step.scores]
+    scores = _start_scores(runner, step, hidden, scored) if scored else None
+    predicting = [row for row, _, _ in step.prompt_logprobs]
+    prompts = _start_prompts(runner, step, hidden, predicting) if predicting else None
+
+    def finish(arrays: tuple[np.ndarray, list[Any], Any, Any]) -> StepResult:
+        all_finite, of_drawn, of_scores, of_prompts = arrays
+        all_finite = np.array(all_finite)
+        tokens, read_scores, read_prompts = list[tuple[int, TokenLogprobs | None]](), list[np.ndarray](), list[PromptValues]()
+        for (rows, num_top, reading), values in zip(drawn, of_drawn, strict=True):
+            chosen, read, fine = reading.finish(values)
+            logprobs = [None if w is None else _to_logprobs(read, i, w) for i, w in enumerate(num_top)]
+            tokens += zip(chosen[: len(rows)].tolist(), logprobs, strict=True)
+            all_finite[rows] &= fine[: len(rows)]
+        in_order = iter(tokens)
+        tokens = [(0, None) if sample.request.prompt_only else next(in_order) for _, sample, _ in step.samples]
+        if scores is not None:
+            read_scores, fine = scores.finish(of_scores)
+            all_finite[scored] &= fine
+        if prompts is not None:
+            read_prompts, fine = prompts.finish(of_prompts)
+            all_finite[predicting] &= fine
+        return StepResult(all_finite, tokens, read_scores, read_prompts)
+
+    of_drawn = [reading.arrays for _, _, reading in drawn]
+    return Reading((finite, of_drawn, scores and scores.arrays, prompts and prompts.arrays), finish)
 
 
-def _read_prompts(runner: Runner, step: Step, hidden: jax.Array, rows: list[int]) -> tuple[list[PromptValues], np.ndarray]:
-    """Return the values of each row that predicts a prompt token, and whether its logits are finite."""
+def _at_places(
+    count: int, nothing: Any, readings: Sequence[tuple[Sequence[int], Reading[Any]]]
+) -> Reading[tuple[list[Any], np.ndarray]]:
+    """Return one readout of several.
+
+    Args:
+        count: number of rows.
+        nothing: value of a row that no readout has.
+        readings: places of some rows, and the readout of their values and of whether their logits are finite.
+    """
+
+    def finish(arrays: list[Any]) -> tuple[list[Any], np.ndarray]:
+        values, finite = [nothing] * count, np.empty(count, bool)
+        for (places, reading), of_reading in zip(readings, arrays, strict=True):
+            found, finite[places] = reading.finish(of_reading)
+            for place, value in zip(places, found, strict=True):
+                values[place] = value
+        return values, finite
+
+    return Reading([reading.arrays for _, reading in readings], finish)
+
+
+def _start_prompts(
+    runner: Runner, step: Step, hidden: jax.Array, rows: list[int]
+) -> Reading[tuple[list[PromptValues], np.ndarray]]:
+    """Read the values of each row that predicts a prompt token, and whether its logits are finite."""
     ids = [int(request.layout.token_ids[index]) for _, request, index in step.prompt_logprobs]
     ranked = np.array([request.ranked for _, request, _ in step.prompt_logprobs])
-    values, finite = [(0.0, 0, _NOTHING, _NOTHING)] * len(rows), np.empty(len(rows), bool)
-    if len(places := np.flatnonzero(ranked)):
-        read, finite[places] = runner.token_logprobs(hidden, [rows[p] for p in places], [ids[p] for p in places])
-        for place, target, rank, top_ids, top in zip(places, *read, strict=True):
-            values[place] = (target, rank, top_ids, top)
-    if len(places := np.flatnonzero(~ranked)):
-        logprobs, finite[places] = runner.label_logprobs(hidden, [rows[p] for p in places], [(ids[p],) for p in places])
-        for place, (target,) in zip(places, logprobs, strict=True):
-            values[place] = (target, 0, _NOTHING, _NOTHING)
-    return values, finite
+    readings: list[tuple[Sequence[int], Reading[Any]]] = []
+    if len(places := np.flatnonzero(ranked).tolist()):
+        arrays, finish_read = runner.token_logprobs(hidden, [rows[p] for p in places], [ids[p] for p in places])
+
+        def finish_ranked(arrays: Any) -> tuple[list[PromptValues], np.ndarray]:
+            read, finite = finish_read(arrays)
+            return [(target, rank, top_ids, top) for target, rank, top_ids, top in zip(*read, strict=True)], finite
+
+        readings.append((places, Reading(arrays, finish_ranked)))
+    if len(places := np.flatnonzero(~ranked).tolist()):
+        arrays, finish_labels = runner.label_logprobs(hidden, [rows[p] for p in places], [(ids[p],) for p in places])
+
+        def finish_plain(arrays: Any) -> tuple[list[PromptValues], np.ndarray]:
+            logprobs, finite = finish_labels(arrays)
+            return [(target, 0, _NOTHING, _NOTHING) for (target,) in logprobs], finite
+
+        readings.append((places, Reading(arrays, finish_plain)))
+    return _at_places(len(rows), (0.0, 0, _NOTHING, _NOTHING), readings)
 
 
-def _read_scores(runner: Runner, step: Step, hidden: jax.Array, rows: list[int]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the values of each score row, and whether its logits are finite."""
+def _start_scores(
+    runner: Runner, step: Step, hidden: jax.Array, rows: list[int]
+) -> Reading[tuple[list[np.ndarray], np.ndarray]]:
+    """Read the values of each score row, and whether its logits are finite."""
     if runner.spec.num_labels is not None:
         return runner.class_logits(hidden, rows)
     scores = [(request.score, number) for _, request, number in step.scores if request.score]
     states = [place for place, (score, _) in enumerate(scores) if score.hidden]
-    if states:
-        return _read_states(runner, hidden, rows, scores, states)
-    return _read_labels(runner, hidden, rows, scores)
-
-
-def _read_states(
-    runner: Runner, hidden: jax.Array, rows: list[int], scores: list[tuple[ScoreRequest, int]], states: list[int]
-) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the values of score rows, at some places of which hidden states are read."""
-    values, finite = [_NOTHING] * len(rows), np.empty(len(rows), bool)
+    if not states:
+        return _start_labels(runner, hidden, rows, scores)
     others = sorted({*range(len(rows))} - {*states})
-    read, finite[states] = runner.hidden_states(hidden, [rows[place] for place in states])
+    read = runner.hidden_states(hidden, [rows[place] for place in states])
+    readings: list[tuple[Sequence[int], Reading[Any]]] = [(states, read)]
     if others:
-        labelled, finite[others] = _read_labels(runner, hidden, [rows[p] for p in others], [scores[p] for p in others])
-        read += labelled
-    for place, value in zip([*states, *others], read, strict=True):
-        values[place] = value
-    return values, finite
+        labelled = _start_labels(runner, hidden, [rows[p] for p in others], [scores[p] for p in others])
+        readings.append((others, labelled))
+    return _at_places(len(rows), _NOTHING, readings)
 
 
-def _read_labels(
+def _start_labels(
     runner: Runner, hidden: jax.Array, rows: list[int], scores: list[tuple[ScoreRequest, int]]
-) -> tuple[list[np.ndarray], np.ndarray]:
+) -> Reading[tuple[list[np.ndarray], np.ndarray]]:
+    """Read the labels of rows."""
     labels = [score.labels_of(number) for score, number in scores]
-    logprobs, finite = runner.label_logprobs(hidden, rows, labels)
-    if raw := [place for place, (score, _) in enumerate(scores) if score.raw]:
-        logits = runner.label_logits(hidden, [rows[place] for place in raw], [labels[place] for place in raw])
-        for place, values in zip(raw, logits, strict=True):
-            logprobs[place] = values
-    return logprobs, finite
+    logprobs = runner.label_logprobs(hidden, rows, labels)
+    raw = [place for place, (score, _) in enumerate(scores) if score.raw]
+    if not raw:
+        return logprobs
+    logits = runner.label_logits(hidden, [rows[place] for place in raw], [labels[place] for place in raw])
+
+    def finish(arrays: tuple[Any, Any]) -> tuple[list[np.ndarray], np.ndarray]:
+        values, finite = logprobs.finish(arrays[0])
+        for place, value in zip(raw, logits.finish(arrays[1]), strict=True):
+            values[place] = value
+        return values, finite
+
+    return Reading((logprobs.arrays, logits.arrays), finish)
 
 
 def _to_logprobs(values: TokenLogprobs | None, row: int, num_top: int) -> TokenLogprobs:

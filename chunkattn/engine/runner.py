@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import AttentionBackend, HeadInputs, KVCache, Metadata, on_cpu
+from chunkattn.backends.base import AttentionBackend, HeadInputs, KVCache, Metadata
 from chunkattn.backends.recurrence import Inputs, RecurrentCache
 from chunkattn.backends.recurrent import make_recurrence
 from chunkattn.backends.registry import ON_REQUEST, get_backend
@@ -28,7 +28,7 @@ from chunkattn.engine.host_calls import (
 from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.kv_pool import KVPool, fingerprint
 from chunkattn.engine.messages import TokenLogprobs
-from chunkattn.engine.row_reader import LABEL_WIDTHS, Params, RowReader
+from chunkattn.engine.row_reader import LABEL_WIDTHS, Params, Reading, RowReader, begin_copy
 from chunkattn.engine.sampling import (
     SAMPLE_BUCKETS,
     Edits,
@@ -136,9 +136,7 @@ class Runner(RowReader):
         sent, form = self._sent(inputs, None)
         hidden, finite, caches = self._step(self._params, self.caches, self._stacks, sent, form=form, backend=backend)
         self._take(caches)
-        if not on_cpu():
-            finite.copy_to_host_async()
-        return hidden, finite
+        return hidden, begin_copy(finite)
 
     @property
     def decodes(self) -> bool:
@@ -162,8 +160,7 @@ class Runner(RowReader):
         run, fed = self._decode.run, self._fed[rows]
         decoded, self._fed[rows], caches = run(self._params, self.caches, self._stacks, fed, sent, form=form)
         self._take(caches)
-        if not on_cpu():
-            decoded.table.copy_to_host_async()
+        begin_copy(decoded.table)
         return decoded
 
     def read_decodes(self, decoded: Decoded, *, with_logprobs: bool) -> tuple[np.ndarray, TokenLogprobs | None]:
@@ -336,7 +333,7 @@ class Runner(RowReader):
 
     def sample(
         self, hidden: jax.Array, rows: Sequence[int], parameters: SampleInput, edits: Edits | None, with_logprobs: bool
-    ) -> tuple[np.ndarray, TokenLogprobs | None, np.ndarray]:
+    ) -> Reading[tuple[np.ndarray, TokenLogprobs | None, np.ndarray]]:
         """Choose the next token of up to `sample_sizes[-1]` rows. Entries of padding follow those of the rows.
 
         Args:
@@ -347,7 +344,7 @@ class Runner(RowReader):
             with_logprobs: whether to read the log-probabilities of the tokens.
 
         Returns:
-            Token ids, their log-probabilities or None, and whether the logits are finite.
+            Readout of token ids, their log-probabilities or None, and whether the logits are finite.
         """
         if self.tell:
             self.tell(ReadSample(tuple(rows), parameters, edits, with_logprobs))
@@ -357,8 +354,7 @@ class Runner(RowReader):
         else:  # three programs, so that each width of edits compiles only a small program
             logits = self._logits(self._head, picked)
             drawn = self._choose(logits, self._edit(logits, edits), parameters, with_logprobs=with_logprobs)
-        values: tuple[np.ndarray, TokenLogprobs | None, np.ndarray] = self._fetch(drawn)
-        return values
+        return Reading(begin_copy(drawn), lambda values: values)
 
     def _model(self, params: Params, adapters: RowAdapters | None) -> Decoder:
         return Decoder(self.spec, dict(zip(self._names, params, strict=True)), self.dtype, self.shards, adapters)

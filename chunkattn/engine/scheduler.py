@@ -345,7 +345,14 @@ class Scheduler:
             for request in self.running:
                 for sample in request.samples:
                     self.walks.settle(sample)
-        return {s: s.num_tokens - s.num_planned for r in self.running for s in r.samples}
+        left = {s: s.num_tokens - s.num_planned for r in self.running for s in r.samples}
+        begun = set[str]()
+        for request in self.running:
+            if request.score is not None and (name := request.score.series) is not None and left[request.samples[0]]:
+                if name in begun:  # an earlier request of the series goes first
+                    left[request.samples[0]] = 0
+                begun.add(name)
+        return left
 
     def _prefill_turns(self, filling: list[Sample], left: dict[Sample, int], budget: int) -> Iterator[tuple[Sample, int]]:
         """Yield samples, each with the number of prompt tokens it may compute, in turn; the caller stops at the budget."""

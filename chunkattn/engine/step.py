@@ -92,6 +92,11 @@ class Step:
         """Return whether the host waits for values of this step."""
         return bool(self.samples or self.scores or self.prompt_logprobs)
 
+    @property
+    def ends_scores(self) -> bool:
+        """Return whether the step computes the last token of a scoring request."""
+        return any(span.sample.request.score is not None and span.end == span.sample.num_tokens for span in self.spans)
+
     def rows(self) -> Iterator[tuple[Span, slice]]:
         """Yield every span with its rows."""
         last = 0

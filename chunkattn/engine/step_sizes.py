@@ -75,7 +75,8 @@ class StepSizes:
         >>> StepSizes((512, 1024, 2048), step_rows=256).cut(3000)
         [2048, 1024]
         """
-        sizes = []
+        whole, tokens = divmod(tokens, self.buckets[-1])  # `trimmed` fills steps of the largest size first
+        sizes = [self.buckets[-1]] * whole
         while tokens > 0:
             taken = self.trimmed(tokens)
             sizes.append(bucket_for(taken, self.buckets))

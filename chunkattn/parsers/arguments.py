@@ -184,6 +184,24 @@ def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = 
     raise RequestError(f"[{index}] is not a token id: {got}", param=param, part=name)
 
 
+def plain_ids(lists: Sequence[Any], most: int | None) -> list[list[int]] | None:
+    """Return copies of many lists of token ids that `check_ids` accepts, in a fraction of its time.
+
+    Args:
+        lists: arguments of the caller.
+        most: see `check_ids`.
+
+    Returns:
+        The copies. None if an entry is no plain list of ints that fits; `check_ids` then names the reason, if there is one.
+    """
+    if set(map(type, lists)) != {list} or (most is not None and max(map(len, lists)) > most):
+        return None
+    ids = [token for entry in lists for token in entry]
+    if not ids or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 2**31:
+        return None
+    return [entry.copy() for entry in lists]
+
+
 def _is_integer(kind: type) -> bool:
     return issubclass(kind, (int, np.integer)) and kind is not bool
 

@@ -43,8 +43,9 @@ def shared_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: i
     after = first + max(chunk_lens, default=0)
     if after + question_len > _MAX_POSITION + 1:
         raise CapacityError(f"positions up to {after + question_len - 1} exceed int32; chunk_position_gap is {gap}")
-    parts = [np.arange(prefix_len), *(first + np.arange(n) for n in chunk_lens), after + np.arange(question_len)]
-    return np.concatenate(parts).astype(np.int32)
+    lens = np.asarray(chunk_lens, np.int64)
+    in_chunks = first + np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    return np.concatenate([np.arange(prefix_len), in_chunks, after + np.arange(question_len)]).astype(np.int32)
 
 
 def offset_positions(prefix_len: int, chunk_lens: Sequence[int], question_len: int, gap: int = 0) -> np.ndarray:

@@ -282,13 +282,16 @@ def test_only_one_stage_of_a_scoring_call_is_in_memory(frontend, algorithm):
 
 
 @pytest.mark.parametrize("batch_invariant", [True, False])
-def test_batches_share_a_stage_where_company_changes_no_bits(frontend, batch_invariant):
-    """Ten batches of 120 tokens in steps of 128: behind the query come four steps' worth, or one batch at a time."""
+def test_batches_of_a_stage_share_steps_where_company_changes_no_bits(frontend, batch_invariant):
+    """Ten batches of 120 tokens in steps of 128: behind the query come four steps' worth, else as one series."""
     made = frontend(max_num_batched_tokens=128)
     made.connect(replace(made.limits, batch_invariant=batch_invariant))
     query, *stages = stages_of(score(made, [7] * 100, distinct(120, 10), "prefill_extend"))
     assert len(query) == 1
-    assert [len(stage) for stage in stages] == ([4, 4, 2] if batch_invariant else [1] * 10)
+    assert [len(stage) for stage in stages] == [4, 4, 2]
+    series = {request.series for stage in stages for request in stage}
+    assert len(series) == 1
+    assert (series == {None}) == batch_invariant
 
 
 def test_a_stage_is_made_when_it_is_asked_for(frontend, monkeypatch):

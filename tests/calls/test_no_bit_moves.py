@@ -24,7 +24,7 @@ from chunkattn.backends.cpu import backend as cpu_backend
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.decisions import ChoiceAnswer
-from chunkattn.engine import request, runner, sampling
+from chunkattn.engine import request, row_reader, sampling
 from chunkattn.engine.row_reader import LABEL_WIDTHS
 from chunkattn.models import linear
 from tests.chat_templates import CHATML
@@ -498,7 +498,7 @@ def _label_width():
         logprobs = jnp.take_along_axis(logits, labels, axis=1) - logits.max(-1, keepdims=True) - jnp.log(total)
         return logprobs, jnp.isfinite(logits).all(-1)
 
-    return patch.object(runner, "read_labels", read_labels)
+    return patch.object(row_reader, "read_labels", read_labels)
 
 
 @pytest.mark.ci

