@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
@@ -53,7 +54,10 @@ def watch_device(core: EngineCore, clock: Clock) -> None:
     for name in ("_step", "_gather", "_sample", "_read_labels", "fetch", "read_decodes"):
         clock.watch(runner, name)
     if runner._decode is not None:
-        clock.watch(runner._decode, "run")
+        runner._decode.on("cpu")
+        programs = SimpleNamespace(**runner._decode._programs)
+        clock.watch(programs, "cpu")
+        runner._decode._programs["cpu"] = programs.cpu
 
 
 def prompts(count: int) -> list[Any]:

@@ -6,6 +6,8 @@ last token of every row and whether the row goes on, the next run takes from the
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,11 +22,16 @@ from chunkattn.engine.sampling import SampleInput, choose, largest, read
 from chunkattn.engine.upload import Form, unpack
 from chunkattn.models.shards import WHOLE, Shards
 
+logger = logging.getLogger(__name__)
+
 STEPS = 16
 """Maximum number of decodes of a run."""
 MOST_STOPS = 64
 """Maximum number of tokens that end a row's text; rows with more are decoded step by step."""
 NO_TOKEN = -1
+_GRAPHS = "xla_gpu_enable_command_buffer"
+_IN_GRAPHS = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,DYNAMIC_SLICE_FUSION,WHILE"
+"""Kinds of operations in CUDA graphs: XLA's default and loops."""
 
 
 class Fed(NamedTuple):
@@ -94,6 +101,23 @@ class _Carry(NamedTuple):
     caches: Any
 
 
+def _options(platform: str) -> dict[str, str] | None:
+    """Return the compiler's options: on GPUs the loop is part of the CUDA graph, or else the host would start every decode.
+
+    What `XLA_FLAGS` says of graphs holds instead, and so does the default of an XLA that does not know these kinds.
+    """
+    if platform not in ("gpu", "cuda") or _GRAPHS in os.environ.get("XLA_FLAGS", ""):
+        return None
+    options = {_GRAPHS: _IN_GRAPHS}
+    try:
+        if jax.default_backend() == "gpu":
+            jax.jit(lambda x: x + 1, compiler_options=options).lower(0).compile()
+    except jax.errors.JaxRuntimeError:
+        logger.warning("this XLA cannot put a loop into a CUDA graph; runs of decodes are slower")
+        return None
+    return options
+
+
 def later(sampling: SampleInput, steps: jax.Array) -> SampleInput:
     """Return the sampling parameters of rows that have moved on by `steps` `[T]`: random numbers depend on a token's place."""
     return sampling._replace(fold=jnp.asarray(sampling.fold).at[:, 1].add(steps))
@@ -129,8 +153,16 @@ class DecodeProgram:
     ) -> None:
         self._step, self._logits, self._backend = step, logits, backend
         self._num_top, self._head, self._compiles = num_top, head, compiles
-        outputs = (WHOLE, WHOLE, partitions[1])
-        self.run = jax.jit(shards.map(self._trace, partitions, outputs), donate_argnums=1, static_argnames="form")
+        self._mapped = shards.map(self._trace, partitions, (WHOLE, WHOLE, partitions[1]))
+        self._programs: dict[str, Any] = {}
+
+    def on(self, platform: str) -> Any:
+        """Return the jitted program for a platform: of parameters, caches, adapters, `Fed`, arrays and their form."""
+        if platform not in self._programs:
+            self._programs[platform] = jax.jit(
+                self._mapped, donate_argnums=1, static_argnames="form", compiler_options=_options(platform)
+            )
+        return self._programs[platform]
 
     def _trace(
         self, params: list[Any], caches: list[Any], stacks: Any, fed: Fed, sent: Any, *, form: Form | None

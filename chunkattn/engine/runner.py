@@ -157,7 +157,7 @@ class Runner(RowReader):
         if rows not in self._fed:
             self._fed[rows] = Fed(*(self.shards.zeros((rows,), of) for of in (np.int32, bool)))
         sent, form = self._sent(arrays, None)
-        run, fed = self._decode.run, self._fed[rows]
+        run, fed = self._decode.on(self._platform(None)), self._fed[rows]
         decoded, self._fed[rows], caches = run(self._params, self.caches, self._stacks, fed, sent, form=form)
         self._take(caches)
         begin_copy(decoded.table)
@@ -255,7 +255,9 @@ class Runner(RowReader):
             assert self._decode is not None
             fed = Fed(*(np.zeros(len(arrays.left), of) for of in (np.int32, bool)))
             sent, form = self._sent(arrays, where)
-            return self._decode.run.lower(params, pool, stacks, whole(fed), whole(sent), form=form)
+            program = self._decode.on(self._platform(where))
+            lowered: jax.stages.Lowered = program.lower(params, pool, stacks, whole(fed), whole(sent), form=form)
+            return lowered
         *inputs, backend = arrays
         sent, form = self._sent(inputs, where)
         return self._step.lower(params, pool, stacks, whole(sent), form=form, backend=backend)
@@ -270,8 +272,11 @@ class Runner(RowReader):
         Args:
             where: sharding of all arrays on one device; None for the devices of the model.
         """
+        return self._platform(where) != "cpu"
+
+    def _platform(self, where: jax.sharding.Sharding | None) -> str:
         device = self.shards.devices[0] if where is None else next(iter(where.device_set))
-        return device.platform != "cpu"
+        return str(device.platform)
 
     def warm_picks(self, hidden: jax.Array) -> None:
         """Compile the programs that pick rows from a step's hidden states `[T, hidden]`."""
