@@ -210,7 +210,8 @@ class Request:
             width: number of tokens in the block.
         """
         if start + width > len(self.layout):
-            position = int(sample.rows(start, start + 1)[0][0])
+            later = start - len(self.layout)
+            position = self.next_position + later if later >= 0 else int(self.layout.positions[start])
             return position, sample.tokens(start, start + width).tobytes()
         if (start, width) not in self._keys:
             key = int(self.layout.positions[start]), self.layout.token_ids[start : start + width].tobytes()

@@ -290,10 +290,10 @@ class Runs:
         """Provide pages for a run. Return whether there were enough; without, none is taken."""
         placement = self.scheduler.placement
         more = [unknown + min(limit, row.left) - 1 for (_, unknown, _), row in zip(rows, planned, strict=True)]
-        lacking = sum(placement.lacks(row.sample, count) for row, count in zip(planned, more, strict=True))
-        if lacking > self.scheduler.trie.num_available:
+        lacking = [placement.lacks(row.sample, count) for row, count in zip(planned, more, strict=True)]
+        if sum(lacking) > self.scheduler.trie.num_available:
             return False
-        return all(placement.grow(row.sample, count) for row, count in zip(planned, more, strict=True))
+        return all(placement.grow(r.sample, count) for r, count, few in zip(planned, more, lacking, strict=True) if few)
 
     def _arrays(self, rows: Sequence[tuple[Sample, int, int]], planned: Sequence[Row], limit: int, size: int) -> DecodeArrays:
         described = self.builder.build_decodes([(sample, unknown) for sample, unknown, _ in rows], size)
