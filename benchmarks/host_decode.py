@@ -19,6 +19,7 @@ from typing import Any
 
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.engine.core import EngineCore
+from chunkattn.terminal.progress import timed
 
 _POOL_BYTES = 256 << 20
 _PROMPT = 60
@@ -110,8 +111,9 @@ def main() -> None:
     args = parser.parse_args()
     rows = []
     for samples in args.samples:
-        for row in measure(samples, args.steps, args.tokens, args.rounds):
-            rows.append(row)
+        with timed(f"{samples} samples"):
+            rows += measure(samples, args.steps, args.tokens, args.rounds)
+        for row in rows[-len(args.steps) :]:
             print(json.dumps(row), flush=True)
     if args.json and args.json != "-":
         Path(args.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import math
 import pickle
+from functools import partial
 
 import jax
 import numpy as np
@@ -375,16 +376,17 @@ def test_a_failing_step_fails_its_requests_only(engine, monkeypatch):
     llm = engine("qwen3")
     prompt = {"prompt_token_ids": [1, 2, 3]}
     expected = tokens(llm.generate(prompt, GREEDY))
-    original, calls = llm.core.runner.forward, []
+    calls = []
 
-    def failing(batch):
-        calls.append(batch)
-        if len(calls) == 4:
-            original(batch)  # consumes the pool
+    def failing(original, *arguments, **options):
+        calls.append(original)
+        result = original(*arguments, **options)  # consumes the pool
+        if len(calls) == 3:
             raise RuntimeError("injected")
-        return original(batch)
+        return result
 
-    monkeypatch.setattr(llm.core.runner, "forward", failing)
+    for name in ("forward", "decode"):  # a step, or a run of decodes
+        monkeypatch.setattr(llm.core.runner, name, partial(failing, getattr(llm.core.runner, name)))
     with pytest.raises(EngineError, match="injected"):
         llm.generate(prompt, GREEDY)
     assert not llm.core.has_work
