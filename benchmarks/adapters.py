@@ -49,7 +49,8 @@ def random_adapter(spec: DecoderSpec, rank: int, seed: int) -> Adapter:
 
 def make_core(model: Decoder, args: argparse.Namespace, adapters: int) -> EngineCore:
     """Return an engine over a model, with a number of adapters."""
-    config, loaded = EngineConfig(dtype="bfloat16", max_num_seqs=args.rows, max_num_batched_tokens=512), None
+    options = {"max_num_seqs": args.rows, "max_num_batched_tokens": 512, "num_scheduler_steps": 1}
+    config, loaded = EngineConfig(dtype="bfloat16", **options), None
     if adapters:
         shape = SlotShape(adapters, args.rank, layer_matrices(model.spec))
         slots = AdapterSlots(shape, model.dtype, ONE_DEVICE)

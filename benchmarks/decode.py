@@ -59,6 +59,7 @@ def main() -> None:
     for setting in settings:
         choose(setting)
         options = {"max_num_batched_tokens": 2048, "max_num_seqs": max(8, args.batch), "kv_cache_dtype": args.kv_cache_dtype}
+        options["num_scheduler_steps"] = 1
         with timed(f"rows {setting}, prompts of {args.batch} sequences"):
             cores.append(make_core(args.geometry, pages, dtype=args.dtype, backend="xla", **options))
             start(cores[-1], args.batch, args.context, args.steps)

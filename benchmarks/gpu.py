@@ -1,9 +1,10 @@
 """Measure chunkattn on this machine's NVIDIA GPU, and write one JSON file with the card's name.
 
-    python -m benchmarks.gpu [--python PYTHON] [--only kernels] [--block-size N] [--json FILE] [--small]
+    python -m benchmarks.gpu [--python PYTHON] [--only first] [--block-size N] [--json FILE] [--small]
 
 The command runs `chunkattn check` and stops if the attention of the card is wrong or hangs. It then measures:
 
+- first: what the engine reaches beside floors and predictions, and which flags of the compiler to set; five minutes
 - kernels: one layer's attention by backend, page size and tile, against the card's measured rates of products and reads
 - flex: the same calls by PyTorch's FlexAttention, which writes no K and V
 - gen: answers from documents, cold and warm, decode at 1, 16 and 64 sequences, and scoring, in turns with vLLM
@@ -22,22 +23,22 @@ import argparse
 import json
 import os
 import re
-import signal
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
+from benchmarks.card import AS_IT_IS, measure_all
+from benchmarks.card import Options as CardOptions
+from benchmarks.card import lines as first_lines
 from benchmarks.nvidia.workloads import calls, settings
+from benchmarks.processes import PartError, failure, run
 from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.peers import NOT_FOUND, find_python
 
-PARTS = "kernels", "flex", "gen", "score"
+PARTS = "first", "kernels", "flex", "gen", "score"
 TIMEOUT_S = {"check": 1800, "kernels": 600, "flex": 1800, "gen": 7200, "score": 3600}
 """Time limit in seconds of a part's process, or of each setting's of `kernels`. `gen` outlasts the limit of vLLM's jobs."""
 SEQUENCES = 1, 16, 64
@@ -62,24 +63,7 @@ print(json.dumps({
 }))
 """
 """Script that names the device. It runs in a process of its own, because JAX keeps most of a GPU's memory until it ends."""
-_MEMORY = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.45"}
-"""Share of the memory for a process of ours, which vLLM may run beside."""
 _CARD_TIMEOUT_S = 300
-_KILL_S = 10
-_STDERR_LINES = 40
-
-
-class PartError(Exception):
-    """A process failed or reached its time limit. The message is the last line that it printed, or names the limit.
-
-    Attributes:
-        output: standard output until then.
-        stderr: standard error.
-    """
-
-    def __init__(self, message: str, output: str, stderr: str) -> None:
-        super().__init__(message)
-        self.output, self.stderr = output, stderr
 
 
 @dataclass(frozen=True)
@@ -95,56 +79,6 @@ class Options:
     pythons: list[Path]
     block_size: int | None
     small: bool
-
-
-def run(*command: str | Path, timeout_s: float, given: str = "") -> str:
-    """Run a command and return its standard output. The process and the children in its session end with this call.
-
-    Args:
-        *command: program and arguments.
-        timeout_s: time limit in seconds.
-        given: standard input.
-
-    Raises:
-        PartError: the command failed or reached the time limit.
-    """
-    # A child of a dead process may hold a pipe open, so that reading it never ends. Files can be read at any time.
-    with TemporaryFile("w+", errors="replace") as out, TemporaryFile("w+", errors="replace") as err:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=err,
-            env={**_MEMORY, **os.environ},
-            text=True,
-            start_new_session=True,  # so that its children can be ended too
-        )
-        late = False
-        try:
-            process.communicate(given, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            late = True
-        finally:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):  # a process in a hung driver may outlive SIGKILL
-                process.wait(_KILL_S)
-        out.seek(0)
-        err.seek(0)
-        output, errors = out.read(), err.read()
-    if late:
-        raise PartError(f"did not end within {timeout_s:,g} seconds; a kernel may hang", output, errors)
-    if process.returncode:
-        printed = [line.strip("│ ") for line in (errors or output).splitlines() if re.search(r"\w", line)]
-        raise PartError(printed[-1] if printed else f"exit code {process.returncode}", output, errors)
-    return output
-
-
-def failure(error: Exception) -> dict[str, Any]:
-    """Return an error for JSON, with the last lines of standard error."""
-    if isinstance(error, PartError):
-        return {"error": str(error), "stderr": error.stderr.splitlines()[-_STDERR_LINES:]}
-    return {"error": f"{type(error).__name__}: {error}"}
 
 
 def card() -> dict[str, Any]:
@@ -165,6 +99,14 @@ def check(*, small: bool) -> dict[str, Any]:
         return {"lines": run(*command, timeout_s=TIMEOUT_S["check"]).splitlines()}
     except PartError as error:
         return {"lines": error.output.splitlines(), **failure(error)}
+
+
+def first(options: Options) -> dict[str, Any]:
+    """Return the report of `benchmarks.card`."""
+    chosen = CardOptions(block_size=options.block_size)
+    if options.small:
+        chosen = CardOptions("small", (8,), 4, (AS_IT_IS,), options.block_size, small=True)
+    return measure_all(chosen, os.environ.get("XLA_FLAGS", ""))
 
 
 def kernels(options: Options) -> dict[str, Any]:
@@ -234,7 +176,13 @@ def _bench(name: str, *chosen: str, block_size: int | None) -> dict[str, Any]:
     return json.loads(run(*command, timeout_s=TIMEOUT_S[name]))
 
 
-RUN: dict[str, Callable[[Options], dict[str, Any]]] = {"kernels": kernels, "flex": flex, "gen": gen, "score": score}
+RUN: dict[str, Callable[[Options], dict[str, Any]]] = {
+    "first": first,
+    "kernels": kernels,
+    "flex": flex,
+    "gen": gen,
+    "score": score,
+}
 
 
 def with_shares(rows: list[dict[str, Any]], rates: dict[str, Any], *, small: bool) -> list[dict[str, Any]]:
@@ -261,6 +209,8 @@ def lines(part: str, report: dict[str, Any]) -> list[str]:
     """Return a part's result as lines."""
     if "error" in report:
         return [f"{part}: {report['error']}"]
+    if part == "first":
+        return [f"first: {text}" for text in first_lines(report)]
     if part in ("kernels", "flex"):
         return [f"{part}: {text}" for text in (*map(_call_line, report["calls"]), report.get("note")) if text]
     if part == "gen":
@@ -333,7 +283,7 @@ def main() -> None:
             print(f"{part}: {report[part]['error']}", flush=True)
         write()
     print(f"written to {file}")
-    failed = [part for part in PARTS if "error" in report.get(part, {}) and part != "flex"]
+    failed = [part for part in PARTS if {"error", "failed"} & report.get(part, {}).keys() and part != "flex"]
     sys.exit(f"failed: {', '.join(failed)}" if failed else 0)
 
 

@@ -16,6 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import jax
+import numpy as np
+
 from chunkattn import LLM, SamplingParams
 from chunkattn.terminal.progress import say
 
@@ -35,12 +38,13 @@ class Device:
         self._fetch, self._known = runner.fetch, dict[Any, Any]()
         runner._step, runner._gather, runner._sample, runner.fetch = self.step, self.gather, self.sample, self.fetch
 
-    def step(self, params: Any, caches: Any, stacks: Any, token_ids: Any, *inputs: Any, **static: Any) -> Any:
+    def step(self, params: Any, caches: Any, stacks: Any, sent: Any, **static: Any) -> Any:
         """Return the values of the first step of this size, and the pool as it is."""
-        if len(token_ids) not in self._known:
-            *self._known[len(token_ids)], caches = self._step(params, caches, stacks, token_ids, *inputs, **static)
+        size = "step", *(np.shape(array) for array in jax.tree.leaves(sent))
+        if size not in self._known:
+            *self._known[size], caches = self._step(params, caches, stacks, sent, **static)
         self._sent = time.perf_counter()
-        return *self._known[len(token_ids)], caches
+        return *self._known[size], caches
 
     def gather(self, hidden: Any, rows: Any) -> Any:
         """Return the rows that the first call of these sizes returned."""
@@ -67,7 +71,7 @@ class Device:
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each number of samples and device time."""
     most = max(args.samples)
-    llm = LLM(max_num_seqs=most, skip_tokenizer_init=True, kv_cache_memory_bytes=256 << 20)
+    llm = LLM(max_num_seqs=most, skip_tokenizer_init=True, kv_cache_memory_bytes=256 << 20, num_scheduler_steps=1)
     device, plan = Device(llm.core.runner), llm.core._ahead.plan
     prompts = [{"prompt_token_ids": [5 + n, *range(3, PROMPT + 3)]} for n in range(most)]
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)

@@ -64,7 +64,7 @@ def main() -> None:
     for dtype, batch in settings:
         pages = batch * ((args.context + args.steps + 32) // 16 + 1)
         with timed(f"{dtype}, prompts of {batch} sequences"):
-            cores.append(make_core("narrow", pages, dtype=dtype, max_num_seqs=max(8, batch)))
+            cores.append(make_core("narrow", pages, dtype=dtype, max_num_seqs=max(8, batch), num_scheduler_steps=1))
             start(cores[-1], batch, args.context, args.steps)
     costs: list[list[Cost]] = [[] for _ in cores]
     for number in range(args.steps):

@@ -76,7 +76,8 @@ class Clock:
 def host_share(geometry: str, running: int, context: int, steps: int, chunks: int) -> dict[str, float]:
     """Return the median milliseconds of a step and of the host's work in it."""
     per_request = (context + chunks * 16 + 2 * steps + 64) // 16
-    core = make_core(geometry, running * per_request + 256, max_num_seqs=running + 1, enable_prefix_caching=True)
+    options = {"max_num_seqs": running + 1, "enable_prefix_caching": True, "num_scheduler_steps": 1}
+    core = make_core(geometry, running * per_request + 256, **options)
     rng = np.random.default_rng(0)
 
     def add(number: int) -> None:
@@ -92,7 +93,7 @@ def host_share(geometry: str, running: int, context: int, steps: int, chunks: in
     while any(not s.output_ids for r in core.requests.values() for s in r.samples):
         core.step()
     device, readouts, plan, tables, commit = Clock(), Clock(), Clock(), Clock(), Clock()
-    for name in ("forward", "sample"):
+    for name in ("forward", "sample", "fetch"):
         device.watch(core.runner, name)
     device.watch(core.runner.pool, "copy_pages")
     readouts.watch(readout, "sampling_blocks")

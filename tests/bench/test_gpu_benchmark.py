@@ -106,20 +106,28 @@ def test_a_part_that_fails_is_reported_and_the_others_run(on, monkeypatch, tmp_p
     on(H100, "--json", file)
     monkeypatch.setattr(gpu, "check", lambda **_: {"lines": ["All is right."]})
     crash = "import sys; print(*range(100), sep='\\n', file=sys.stderr); raise SystemExit('no memory')"
+    failed = {
+        "programs": [{"setting": "fast", "error": "no such flag"}],
+        "engine": [],
+        "settings_to_set": [],
+        "failed": ["fast"],
+    }
+    monkeypatch.setitem(gpu.RUN, "first", lambda _: failed)
     monkeypatch.setitem(gpu.RUN, "kernels", lambda _: json.loads(gpu.run(sys.executable, "-c", crash, timeout_s=60)))
     monkeypatch.setitem(gpu.RUN, "flex", lambda _: {"note": "a note", "calls": [{"call": "causal", "median_s": 0.002}]})
     monkeypatch.setitem(gpu.RUN, "gen", lambda _: json.loads("no JSON"))
     written = []
     case = {"algorithm": "serial", "cached": False, "items_per_s": 12.0, "peak_share": 0.5}
     monkeypatch.setitem(gpu.RUN, "score", lambda _: written.append(json.loads(file.read_text())) or {"cases": [case]})
-    with pytest.raises(SystemExit, match="failed: kernels, gen"):
+    with pytest.raises(SystemExit, match="failed: first, kernels, gen"):
         gpu.main()
     report = json.loads(file.read_text())
     assert report["card"]["name"] == H100["name"]
     assert report["kernels"] == {"error": "no memory", "stderr": [*map(str, range(61, 100)), "no memory"]}
     assert report["gen"]["error"].startswith("JSONDecodeError: ")
-    assert list(written[0]) == ["card", "small", "check", "kernels", "flex", "gen"]
+    assert list(written[0]) == ["card", "small", "check", "first", "kernels", "flex", "gen"]
     printed = capsys.readouterr().out
+    assert "first: fast: no such flag\nfirst: set no flags" in printed
     assert "flex: causal: 2 ms\nflex: a note\n" in printed
     assert "score: serial: 12 items/s, 50% of the peak" in printed
 
@@ -250,6 +258,8 @@ def test_every_part_runs_small(on, tmp_path, capsys):
         gpu.main()
     assert ended.value.code == 0, capsys.readouterr().out
     report = json.loads(file.read_text())
+    assert {row["program"] for row in report["first"]["programs"]} == {"step", "run"}
+    assert [case["steps"] for part in report["first"]["engine"] for case in part["cases"]] == [1, 16, 16, 16, 16]
     assert {row["backend"] for row in report["kernels"]["calls"] if "median_s" in row} >= {"xla"}
     assert all("error" in row or "peak_share" in row for row in report["kernels"]["calls"])
     assert all("peak_share" in row for row in report["flex"]["calls"])
