@@ -71,8 +71,16 @@ def mix(
     (outputs,) = multiply_groups(inner, jnp.arange(len(rows), dtype=jnp.int32), sizes, [down], spec.inputs_first)
     places = jnp.argsort(order)
     by_row = outputs[places].reshape(count, used, -1) * factors[..., None]
+    by_row = jax.lax.platform_dependent(by_row, chosen, cpu=_rounded, default=lambda products, _: products)
     by_row = jnp.where((chosen < spec.count)[..., None], by_row, 0)  # products of no group may be anything
     return sum((by_row[:, k] for k in range(1, used)), by_row[:, 0])  # in one order for any number of rows
+
+
+def _rounded(products: Float32[Array, "T K hidden"], chosen: Int32[Array, "T K"]) -> Float32[Array, "T K hidden"]:
+    """Return products that are not rounded together with a later sum, which LLVM would do or not by the number of rows."""
+    unknown_zero = jnp.minimum(chosen, 0)[..., None]
+    bits = jax.lax.bitcast_convert_type(products, jnp.int32) ^ unknown_zero
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def multiply_groups(
