@@ -22,8 +22,7 @@ def faulty_metrics(self):
         raise ZeroDivisionError("outside a step")
     return metrics_text(self)
 EngineCore.metrics_text = faulty_metrics
-forward = Runner.forward
-def faulty(self, batch):
+def faulty(original, steps, self, *arrays, **options):
     fault = read()
     if fault == "raise":
         file.unlink()
@@ -35,9 +34,13 @@ def faulty(self, batch):
         while True:
             time.sleep(1)
     if fault == "slow":
-        time.sleep(0.05)
-    return forward(self, batch)
-Runner.forward = faulty
+        time.sleep(0.05 * steps(arrays[0]))
+    return original(self, *arrays, **options)
+def faulty_call(name, steps):
+    original = getattr(Runner, name)
+    setattr(Runner, name, lambda self, *arrays, **options: faulty(original, steps, self, *arrays, **options))
+faulty_call("forward", lambda arrays: 1)
+faulty_call("decode", lambda arrays: int(arrays.limit))
 from chunkattn.parsers.encode import PartEncoder
 ids = PartEncoder._ids
 def stuck(self, text):

@@ -35,13 +35,17 @@ class _Slow(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
         runner: Any = module
-        forward = runner.Runner.forward
+        forward, decode = runner.Runner.forward, runner.Runner.decode
 
         def slow(self: Any, arrays: Any) -> Any:
             time.sleep(_SECONDS)
             return forward(self, arrays)
 
-        runner.Runner.forward = slow
+        def slow_run(self: Any, arrays: Any, **options: Any) -> Any:
+            time.sleep(_SECONDS * int(arrays.limit))
+            return decode(self, arrays, **options)
+
+        runner.Runner.forward, runner.Runner.decode = slow, slow_run
 
 
 if _SECONDS:

@@ -61,7 +61,7 @@ def test_states_of_a_recurrent_layer_are_written_in_place():
 
 
 def test_a_run_of_decodes_writes_the_pool_in_place():
-    """Beside weights and pool, a run of two layers holds little more than three arrays of logits."""
+    """Beside weights and pool, a run of two layers holds less than three arrays of logits."""
     command = [sys.executable, "-m", "benchmarks.tpu.decodes", "--rows", "64", "--layers", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"JAX_PLATFORMS": "cpu"})
     assert done.returncode == 0, done.stderr
@@ -69,7 +69,7 @@ def test_a_run_of_decodes_writes_the_pool_in_place():
     assert run["compiled"], run
     assert run["aliased_mib"] == run["pool_mib"] > 1000
     assert not run["copies"]
-    assert run["temporary_mib"] <= 3.5 * 64 * 151936 * 4 / 2**20
+    assert run["temporary_mib"] <= 100
 
 
 def check_launches(cases, chips, decodes, prefills):
