@@ -180,7 +180,7 @@ class Fuzzer:
                 n=int(rng.choice([1, 1, 1, 2, 3])),  # of recurrent layers, more than the seats are refused
                 seed=int(rng.integers(1 << 40)),
                 temperature=float(rng.choice([0.0, 0.0, 1.0])),
-                max_tokens=int(rng.choice([1, 1, 3, 8, 20, 48] if self._rig.recurrent else [1, 1, 2, 5, 9, 20])),
+                max_tokens=int(rng.choice([1, 1, 3, 8, 20, 48] if self._rig.recurrent else self._rig.lengths)),
                 ignore_eos=True,
                 logprobs=int(rng.choice([0, 3])),
                 prompt_logprobs=0 if rng.random() < 0.12 else None,

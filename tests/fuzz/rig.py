@@ -270,6 +270,7 @@ class Rig:
         block: tokens of a page.
         frontends: by name in `POSITIONS`.
         recurrent: whether the model has recurrent layers.
+        lengths: values of `max_tokens`. With experts, a prompt and its text fit a step, as the witness takes over their choice.
     """
 
     def __init__(self, model: Path, subject: Subject, pages: int = PAGES, **changes: Any) -> None:
@@ -288,6 +289,7 @@ class Rig:
             assert (states.num_seats, states.num_slots) == TRACKS[-1]
         assert first.limits.num_pages == pages
         self.recurrent = subject.recurrence is not None
+        self.lengths = (1, 1, 2, 3, 5, 8) if subject.experts else (1, 1, 2, 5, 9, 20)
         self._runner, self._max_model_len, self._files = first.runner, first.limits.max_model_len, files
         self.frontends = {name: Frontend(config, files) for name, config in self._configs.items()}
 
