@@ -21,6 +21,7 @@ from chunkattn import LLM
 from tests.chat_templates import CHATML
 from tests.checkpoints import CHECKPOINTS, Oracle, make_checkpoint
 from tests.costs import Costs
+from tests.memory_maps import release_programs
 from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer
 from tests.server_helpers import SMALL, ServerProcess, is_idle, wait_until
 
@@ -37,6 +38,13 @@ settings.load_profile("chunkattn")
 def pytest_configure(config):
     if os.environ.get("TEST_COSTS"):
         config.pluginmanager.register(Costs())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_maps():
+    """Between two files."""
+    yield
+    release_programs()
 
 
 @pytest.fixture(scope="session")

@@ -30,6 +30,7 @@ from chunkattn.models import linear
 from tests.chat_templates import CHATML
 from tests.checkpoints import make_checkpoint
 from tests.flows import stages_of
+from tests.memory_maps import release_programs
 from tests.reranker_files import CHAT_OPTIONS, SHAPE, add_tokenizer
 from tests.tiled_backend import Tiled
 
@@ -414,6 +415,7 @@ def llm(request, chat_folder, tmp_path_factory):
     made.core.scheduler.check()
     assert made.reset_prefix_cache(), "pages leaked"
     assert made.core.disk is None or made.core.disk.counts["hit"]
+    release_programs()
 
 
 @pytest.fixture(scope="module")
