@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax
 import numpy as np
 
 from chunkattn import LLM, SamplingParams
+from chunkattn.terminal.files import write_json
 from chunkattn.terminal.progress import say
 
 PROMPT = 200
@@ -72,7 +72,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each number of samples and device time."""
     most = max(args.samples)
     llm = LLM(max_num_seqs=most, skip_tokenizer_init=True, kv_cache_memory_bytes=256 << 20, num_scheduler_steps=1)
-    device, plan = Device(llm.core.runner), llm.core._ahead.plan
+    device, plan = Device(llm.core.runner), llm.core.ahead.plan
     prompts = [{"prompt_token_ids": [5 + n, *range(3, PROMPT + 3)]} for n in range(most)]
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     llm.generate(prompts, params, use_tqdm=False)
@@ -82,7 +82,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             spent: dict[str, list[float]] = {"now": [], "ahead": []}
             for _ in range(args.rounds):
                 for way, step_ms in spent.items():
-                    llm.core._ahead.plan = plan if way == "ahead" else lambda *_: None
+                    llm.core.ahead.plan = plan if way == "ahead" else lambda *_: None
                     device.seconds = device_ms / 1000
                     steps, began = llm.core.metrics.value("steps_total"), time.perf_counter()
                     llm.generate(prompts[:samples], params, use_tqdm=False)
@@ -107,8 +107,7 @@ def main() -> None:
     parser.add_argument("--json", help="write JSON to FILE; - prints it instead of the table")
     args = parser.parse_args()
     rows = measure(args)
-    if args.json == "-":
-        print(json.dumps(rows, indent=2))
+    if not write_json(rows, args.json):
         return
     print("samples  device ms  planned now ms  ahead ms  times as fast")
     for row in rows:
@@ -117,8 +116,6 @@ def main() -> None:
             f"{row['samples']:7}  {row['device_ms']:9.1f}  {row['now_ms']:14.2f}  {row['ahead_ms']:8.2f}  "
             f"{row['ratio']:.2f} ({low:.2f} to {high:.2f})"
         )
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2))
 
 
 if __name__ == "__main__":

@@ -4,51 +4,34 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import jax
-import numpy as np
 
-from chunkattn.adapter_salt import split
 from chunkattn.config import EngineConfig
-from chunkattn.engine.adapters import LoadedAdapters, LostAdapterError
+from chunkattn.engine.adapters import LoadedAdapters
+from chunkattn.engine.admission import Admission
 from chunkattn.engine.ahead import Ahead
 from chunkattn.engine.compile_clock import COMPILING
+from chunkattn.engine.completion import Completion
 from chunkattn.engine.decode_program import STEPS
 from chunkattn.engine.disk_tier import DiskTier
-from chunkattn.engine.isolation import Isolation, not_finite, stuck
+from chunkattn.engine.isolation import Isolation
+from chunkattn.engine.lifetimes import Lifetimes
 from chunkattn.engine.limits import EngineLimits
-from chunkattn.engine.messages import (
-    CachedTokens,
-    EngineOutput,
-    Message,
-    PrecomputeRequest,
-    PrecomputeResult,
-    RequestFailed,
-)
+from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest, RequestFailed
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.rates import RateMeter
-from chunkattn.engine.readout import (
-    StepResult,
-    accept_tokens,
-    cached_tokens,
-    collect,
-    request_stats,
-    split_at_stops,
-    start_reading,
-)
-from chunkattn.engine.request import Request, Sample
-from chunkattn.engine.row_reader import Reading
+from chunkattn.engine.readout import cached_tokens, request_stats, start_reading
+from chunkattn.engine.request import Request
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.runs import Run, Runs
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.states import States
-from chunkattn.engine.step import SampleRow, Span, Step, StepBuilder
+from chunkattn.engine.step import Span, Step, StepBuilder
 from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.engine.warmup import NotCompiledError, WarmUp
-from chunkattn.errors import RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +61,7 @@ class EngineCore:
         disk: DiskTier | None = None,
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        self.runner, self.config, self.disk, self.adapters = runner, config, disk, adapters
+        self.runner, self.config, self.adapters = runner, config, adapters
         self.meter = RateMeter(runner.row_flops, runner.pair_flops, runner.dtype)
         named = {name: backend for name, backend in runner.backends.items() if name is not None}
         self.limits = EngineLimits(
@@ -123,22 +106,18 @@ class EngineCore:
         self.warm_ups = WarmUp(
             runner, self.builder, self.runs, self.meter, with_store=disk is not None, longest=config.warmup_tokens
         )
-        self.requests: dict[str, Request] = {}
         self.metrics = EngineMetrics()
-        self._ahead = Ahead(self.scheduler, self.builder)
-        self._planning_error: Exception | None = None
-        self._pins: dict[str, Request] = {}
-        self._outputs: list[EngineOutput] = []  # of the step under way; an interrupt leaves them to the next step
+        self.lifetimes = Lifetimes(self.scheduler, self.metrics, disk)
+        self.requests = self.lifetimes.requests
+        self.ahead = Ahead(self.scheduler, self.builder)
+        self.completion = Completion(runner, self.scheduler, self.lifetimes, self.ahead, self.runs, self.meter, self.metrics)
+        self._admission = Admission(self.limits, self.scheduler, self.lifetimes, self.metrics, adapters)
         self._concerned: list[Request] = []  # requests that an exception in the step under way concerns
-        self._unchecked: tuple[Step, Reading[StepResult]] | None = None  # step that may still run on the device
-        self._checking: list[Span] | None = None  # spans of that step while its values are read
-        self._arrivals = 0
-        self._persisted = False  # by the last step
 
     @property
     def has_work(self) -> bool:
         """Return whether a request waits or runs, a pinned document must be recomputed, or outputs wait to be returned."""
-        return bool(self.requests or self.scheduler.waiting or self.scheduler.running or self._outputs)
+        return bool(self.requests or self.scheduler.waiting or self.scheduler.running or self.lifetimes.outputs)
 
     # Requests
 
@@ -153,34 +132,16 @@ class EngineCore:
         Raises:
             RequestError: as `EngineLimits.check`, the request id is in use, or the adapter is not loaded.
         """
-        if message.request_id in self.requests or message.request_id in self._pins:
-            raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
-        if not checked:
-            self.limits.check(message)
-        request = self._request(message, self._arrivals + 1)
-        self._arrivals += 1
-        request.added_at = time.perf_counter() if arrived_at is None else arrived_at
-        self.requests[request.request_id] = request
-        if self.disk is None or not self.disk.read_ahead(request, self.scheduler.placement.look_up):
-            self.scheduler.add(request)
-
-    def _request(self, message: Message, arrival: int) -> Request:
-        """Return the request of a message, with its adapter."""
-        if self.adapters is None and split(message.salt_key)[0] is not None:
-            raise RequestError("this engine has no adapters; build it with lora_modules or enable_lora", param="model")
-        adapter = None if self.adapters is None else self.adapters.digest(message.salt_key)
-        return Request(message, self.limits, arrival=arrival, adapter=adapter)
+        self._admission.add(message, checked=checked, arrived_at=arrived_at)
 
     def load_adapter(self, name: str, folder: str) -> None:
         """Read an adapter that a request brings, unless its name is known; see `LoadedAdapters.load`."""
-        if self.adapters is None:
-            raise RequestError("this engine has no adapters; build it with enable_lora", param="lora_request")
-        self.adapters.load(name, Path(folder), self.scheduler.holders())
+        self._admission.load_adapter(name, folder)
 
     def abort(self, request_id: str) -> None:
         """End a request and free its pages. Unknown ids are ignored, since the request may just have finished."""
         if request_id in self.requests:
-            self._end(self.requests[request_id], "aborted")
+            self.lifetimes.end(self.requests[request_id], "aborted")
 
     def stop(self, request_id: str, sample: int) -> None:
         """End one sample early, for instance at a stop string.
@@ -192,35 +153,27 @@ class EngineCore:
         request = self.requests.get(request_id)
         for candidate in list(request.samples) if request else []:
             if candidate.number == sample:
-                self._finish(candidate)
-
-    def _finish(self, sample: Sample) -> None:
-        if len(sample.request.samples) == 1:
-            self._end(sample.request, "finished")
-        else:
-            self.scheduler.finish(sample)
-
-    def _end(self, request: Request, outcome: str) -> None:
-        """End a request, for every outcome except a failed step, and free everything but cached and pinned blocks."""
-        if request.request_id not in self._pins:
-            self.scheduler.remove(request)
-        if self.disk is not None:
-            self.disk.drop(request)
-        self.requests.pop(request.request_id, None)
-        self.metrics.count_end(request, outcome)
+                self.lifetimes.finish(candidate)
 
     # The cache
 
     @property
+    def disk(self) -> DiskTier | None:
+        """Return the K/V store; None without one, or once it is closed."""
+        return self.lifetimes.disk
+
+    def close_disk(self) -> None:
+        """Write pending parts to the K/V store and close it. The engine continues without a store."""
+        self._admission.close_disk()
+
+    @property
     def pins(self) -> list[str]:
         """Return the ids of the precompute requests whose blocks are pinned, or are recomputed to be pinned."""
-        return list(self._pins)
+        return list(self.lifetimes.pins)
 
     def unpin(self, request_ids: Iterable[str]) -> None:
         """Let the cache evict the blocks that these precompute requests pinned. Unknown ids are ignored."""
-        for request_id in request_ids:
-            if request := self._pins.pop(request_id, None):
-                self.scheduler.remove(request)
+        self.lifetimes.unpin(request_ids)
 
     def look_up(self, message: PrecomputeRequest, *, forget: bool = False, checked: bool = False) -> CachedTokens:
         """Return how many tokens of a prefix and its chunks are in memory.
@@ -234,9 +187,7 @@ class EngineCore:
         Raises:
             RequestError: as `add`.
         """
-        if not checked:
-            self.limits.check(message)
-        request = self._request(message, 0)
+        request = self._admission.request(message, checked=checked)
         self.scheduler.placement.mark_cached(request, forget=forget)
         if forget and self.disk is not None:
             self.disk.forget(request)
@@ -248,7 +199,7 @@ class EngineCore:
 
         Computing is faster than writing to the store, which refuses parts when it is behind. A driver waits for the store then.
         """
-        return self.disk is not None and self._persisted and all(r.precompute for r in self.requests.values())
+        return self.disk is not None and self.lifetimes.persisted and all(r.precompute for r in self.requests.values())
 
     def reset_prefix_cache(self) -> bool:
         """Unpin and evict everything cached. Return whether every page is free: False while requests run."""
@@ -269,12 +220,12 @@ class EngineCore:
         A step that draws no token is checked, and its values are read, while the device computes the next step.
         """
         began, compiled, spans = time.perf_counter(), self.runner.compiles.total(), list[Span]()
-        before, self._checking = self._unchecked, None
-        self._concerned, self._persisted = [], False
+        before = self.completion.pending
+        self._concerned, self.lifetimes.persisted = [], False
         read = 0 if self.adapters is None else self.adapters.num_read
         try:
-            self._take_read()
-            planned, run = self._ahead.take(), None
+            self._admission.take_read()
+            planned, run = self.ahead.take(), None
             if planned is None:
                 self._place()
                 run = None if self.isolation.has_suspects else self.runs.take()
@@ -287,43 +238,68 @@ class EngineCore:
             elif spans:
                 self._compute(planned or self.builder.build(spans), began, compiled)
             else:
-                self._check_last()
+                self.completion.complete_pending()
                 self.meter.finish()  # the device is idle
             if (new := self.runner.compiles.total() - compiled) and spans:
                 logger.info("a step compiled or loaded %d programs, in %.1f s", new, time.perf_counter() - began)
-            checked = [] if before is None else before[0].spans
-            self.isolation.step_done(self._is_alive, max(len(checked), len(spans) if self._unchecked is None else 0))
+            checked = len(before[0].spans) if before else 0
+            self.isolation.step_done(self.lifetimes.is_alive, checked if self.completion.pending else max(checked, len(spans)))
         except Exception as error:
             if self._ends_hosts(error):
                 raise
-            self._blame(error, spans if self._checking is None else self._checking)
+            self._blame(error, spans)
         except BaseException:  # an interrupt fails no request, but may lose the donated pool
             self._recover([])
             raise
-        outputs, self._outputs = self._outputs, []
-        return outputs
+        return self.lifetimes.take_outputs()
+
+    def _place(self) -> None:
+        """Place waiting requests, in the room of those that the step on the device ends."""
+        pending = self.completion.pending
+        if pending is not None and self.scheduler.waiting and pending[0].ends_scores:
+            self.completion.complete_pending()
+            self.meter.finish()
+        self._admission.place(self._concerned)
+        self.lifetimes.finish_precomputed()
+
+    def _schedule(self) -> list[Span]:
+        """Plan a step. Return its spans; empty if there is nothing to compute."""
+        self._concerned = []
+        spans = self.scheduler.plan(self._rows_beside_decodes)
+        if not spans and self.completion.pending is None:
+            self._admission.take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
+        return spans
+
+    def _rows_beside_decodes(self) -> int:
+        return self.meter.rows_within(self.config.max_decode_gap_s)
 
     def _compute(self, step: Step, began: float, compiled: int) -> None:
-        """Compute a step and conclude it.
+        """Compute a step, and complete it if it draws tokens; any other is completed when the next step is on the device.
+
+        Steps of a backend that a request names, and of requests that run alone, are completed at once, too.
 
         Args:
             step: the step.
             began: time at which the host began, in seconds on the clock of `time.perf_counter`.
             compiled: number of programs compiled then.
         """
+        completion, before = self.completion, self.completion.pending
         self.runs.slow_down()
         self.metrics.host_time.observe(time.perf_counter() - began)
         self.meter.add(began, len(step.arrays.token_ids), step.area)
         hidden, finite = self.runner.forward(step.arrays)
-        self.scheduler.sent(step.spans)
-        reading, before = start_reading(self.runner, step, hidden, finite), self._unchecked
-        self._check_last()
+        self.scheduler.fills.sent(step.spans)
+        reading = start_reading(self.runner, step, hidden, finite)
+        completion.complete_pending()
         self.metrics.count_step(step)
-        self._conclude(step, reading)
+        if step.samples or step.arrays.backend is not None or (step.is_read and self.isolation.has_suspects):
+            completion.complete(step, reading, partial(self._plan_ahead, step))
+        else:
+            completion.pending = step, reading
         # The time of a step counts when its results have arrived, without compilation, on the engine's backend.
         if self.runner.compiles.total() > compiled or step.arrays.backend is not None:
             self.meter.forget()
-        elif self._unchecked is None:
+        elif completion.pending is None:
             self.meter.finish()
             self.runs.note(step, time.perf_counter() - began)
         elif before is not None and before[0].is_read:
@@ -331,135 +307,13 @@ class EngineCore:
         self.metrics.steps.inc()
         self.metrics.step_time.observe(time.perf_counter() - began)
 
-    def _schedule(self) -> list[Span]:
-        """Plan a step. Return its spans; empty if there is nothing to compute."""
-        self._concerned = []
-        spans = self.scheduler.plan(self._rows_beside_decodes)
-        if not spans and self._unchecked is None:
-            self._take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
-        return spans
-
-    def _place(self) -> None:
-        """Place waiting requests, and end those that can never be placed."""
-        if self._unchecked is not None and self.scheduler.waiting and self._unchecked[0].ends_scores:
-            self._check_last()  # the requests that wait take the room of those that end
-            self.meter.finish()
-        self._admit()
-        while request := self.scheduler.stuck:
-            lacks_states = self.scheduler.placement.lacks_states
-            self._end(request, "failed")
-            self._outputs.append(stuck(request, lacks_states=lacks_states))
-            self._admit()
-        self._finish_precomputed()
-
-    def _rows_beside_decodes(self) -> int:
-        return self.meter.rows_within(self.config.max_decode_gap_s)
-
     def _plan_ahead(self, step: Step) -> None:
-        """Plan the step after one that the device computes, if that can be foreseen.
-
-        An error waits for the end of the readout, whose programs the hosts of the model run together.
-        """
-        if self.isolation.has_suspects or self.runs.expects():
-            return
-        try:
-            self._ahead.plan(step, self._rows_beside_decodes, self._is_alive)
-        except Exception as error:
-            self._planning_error = error
-
-    def _check_last(self) -> None:
-        """Read, check and commit the step before this one, unless that has been done."""
-        if self._unchecked is None:
-            return
-        (step, reading), self._unchecked = self._unchecked, None
-        concerned, self._checking = self._concerned, step.spans
-        self._concerned = [span.sample.request for span in step.spans]
-        self._finish_step(step, reading, late=True)
-        self._concerned, self._checking = concerned, None
-
-    def _conclude(self, step: Step, reading: Reading[StepResult]) -> None:
-        """Finish a step that draws tokens, and leave any other until the next step is on the device.
-
-        Steps of a backend that a request names, and of requests that run alone, are finished at once, too.
-
-        Args:
-            step: step that has been dispatched.
-            reading: its readouts.
-        """
-        at_once = step.samples or step.arrays.backend is not None or (step.is_read and self.isolation.has_suspects)
-        if not at_once:
-            self._unchecked = step, reading
-            return
-        self.runner.while_waiting = partial(self._plan_ahead, step)
-        self._finish_step(step, reading)
-
-    def _finish_step(self, step: Step, reading: Reading[StepResult], *, late: bool = False) -> None:
-        """Wait for the values of a step, hand them to its requests, and end the requests that are complete.
-
-        Args:
-            step: oldest step that is not committed.
-            reading: its readouts.
-            late: whether requests may have been aborted since the step was sent.
-        """
-        result = reading.finish(self.runner.fetch(reading.arrays))
-        if (error := self._planning_error) is not None:
-            raise error
-        taken = self._commit(step, result.finite)
-        for span, rows in step.rows() if late else ():
-            if not self._is_alive(span.sample.request):
-                taken[rows] = False
-        self._outputs += collect(step, result, taken, self.meter)
-        drawn = [(row, *token) for row, token in zip(step.samples, result.tokens, strict=True) if taken[row[0]]]
-        self._fork([row for row, _, _ in drawn])
-        self._finish_scored(step, taken)
-        for row, token, logprobs in drawn:
-            if ended := accept_tokens(row, (token,), logprobs, self._outputs, self.metrics):
-                self._finish(ended)
-        self._finish_precomputed()
-
-    def _commit(self, step: Step, finite: np.ndarray) -> np.ndarray:
-        """Fail the requests with a row that is not finite, and mark the tokens of the step as computed.
-
-        Args:
-            step: oldest step that is not committed.
-            finite: bool `[T]`, False for rows with a value that is not finite.
-
-        Returns:
-            bool `[T]`, whether the values of a row count.
-        """
-        failed = step.not_finite(finite)
-        self._fail(failed)
-        complete = self.scheduler.commit()
-        if failed or not complete:  # some tokens are computed again
-            self._ahead.drop()
-        self._discard(failed)
-        if self.disk is not None:
-            self.disk.save(step.spans)
-        return np.ones(len(finite), bool) if complete and not failed else step.computed_rows(self._is_alive)
-
-    def _fail(self, failed: Mapping[Request, tuple[int, int]]) -> None:
-        """End requests with a token whose values are not finite.
-
-        Args:
-            failed: for each request index and id of its first such token.
-        """
-        for request, (index, token_id) in failed.items():
-            request.finite_end = min(request.finite_end, index)
-            if self._is_alive(request):
-                self._drop_pin(request)
-                self._end(request, "failed")
-                self.metrics.non_finite.inc()
-                self._outputs.append(not_finite(request, token_id, self.runner.dtype))
-
-    def _discard(self, failed: Iterable[Request]) -> None:
-        """Forget what failed requests computed, in memory and on disk."""
-        for request in failed:
-            self.scheduler.placement.discard(request, [*self.scheduler.running, *self.scheduler.pinned])
-            if self.disk is not None:
-                self.disk.discard(request)
+        """Plan the step after one that the device computes, if that can be foreseen."""
+        if not self.isolation.has_suspects and not self.runs.expects():
+            self.ahead.plan(step, self._rows_beside_decodes, self.lifetimes.is_alive)
 
     def _decode(self, run: Run, began: float) -> None:
-        """Wait for a run of decodes, and hand its tokens to their requests. The next run is planned meanwhile.
+        """Wait for a run of decodes, and complete it. The next run is planned meanwhile.
 
         Args:
             run: the run; it may be on the device already.
@@ -468,38 +322,16 @@ class EngineCore:
         if run.decoded is None:
             self.runs.send(run)
         host = time.perf_counter() - began
-        self._check_last()
+        self.completion.complete_pending()
         self.runs.follow(run)
         result = self.runs.read(run)
-        failed = run.failed(result)
-        kept = [row for row, tokens in enumerate(result.tokens) if tokens and run.rows[row].is_current]
-        self.runs.commit(run, result, [row for row in kept if run.rows[row].sample.request not in failed], self.disk)
-        for row in sorted(kept, key=lambda row: len(result.tokens[row])):  # in the order of their ends
-            sample, tokens = run.rows[row].sample, tuple(result.tokens[row])
-            if sample.request in failed:  # the last decode fails for all of its samples
-                tokens = tokens[: result.number - 1]
-            logprobs = None if sample.params.logprobs is None else result.logprobs_of(row, sample.params.logprobs)
-            for part, values in split_at_stops(sample, tokens, logprobs):
-                if ended := accept_tokens((row, sample, sample.number), part, values, self._outputs, self.metrics):
-                    self._finish(ended)
-        self._fail(failed)
-        self._discard(failed)
+        counts = self.completion.complete_run(run, result)
         if run.is_timed:
             self.meter.record(result.number, run.size * result.number, result.seconds)
         if result.number:
-            counts = [len(result.tokens[row]) for row in kept]
             self.metrics.count_run(run.size, counts, result.number, time.perf_counter() - began, host)
 
-    def _finish_scored(self, step: Step, taken: np.ndarray) -> None:
-        """End the scoring requests whose last token is computed.
-
-        Args:
-            step: the step.
-            taken: bool `[T]`, whether the values of a row count.
-        """
-        for (sample, _, end, _), rows in step.rows():
-            if sample.request.score and end == sample.num_tokens and taken[rows.stop - 1]:
-                self._finish(sample)
+    # Failed steps
 
     def _ends_hosts(self, error: Exception) -> bool:
         """Return whether an error leaves the hosts of the model apart: the devices failed, perhaps on one host alone."""
@@ -512,102 +344,28 @@ class EngineCore:
             error: the exception.
             spans: tokens that the step computes.
         """
+        lifetimes = self.lifetimes
+        if self.completion.reading is not None:  # the step before failed
+            spans = self.completion.reading
+            self._concerned = [span.sample.request for span in spans]
         logger.exception("a step of %d requests failed", len(self._concerned))
         self.metrics.failed_steps.inc()
-        answered = {output.request_id for output in self._outputs}
-        concerned = [r for r in dict.fromkeys(self._concerned) if self._is_alive(r) or r.request_id not in answered]
-        failed = self.isolation.blame(concerned or [*self.requests.values(), *self._pins.values()], spans)
+        answered = {output.request_id for output in lifetimes.outputs}
+        concerned = [r for r in dict.fromkeys(self._concerned) if lifetimes.is_alive(r) or r.request_id not in answered]
+        failed = self.isolation.blame(concerned or lifetimes.all, spans)
         self._recover(failed)
         by_name, reason = {r.request_id: r for r in failed}, f"{type(error).__name__}: {error}"
-        self._outputs = [output for output in self._outputs if output.request_id not in by_name]
-        self._outputs += [RequestFailed(name, reason, stats=request_stats(by_name[name])) for name in sorted(by_name)]
-
-    def _is_alive(self, request: Request) -> bool:
-        name = request.request_id
-        return self.requests.get(name) is request or self._pins.get(name) is request
-
-    def _admit(self) -> None:
-        """Place the waiting requests that fit, and fetch their parts from disk."""
-        while request := self._next_admitted():
-            self._concerned.append(request)
-            if request.admitted_at is None:
-                request.admitted_at = time.perf_counter()
-                self.metrics.queue_time.observe(request.admitted_at - request.added_at)
-            if self.disk is not None:
-                self.disk.load(request)
-
-    def _next_admitted(self) -> Request | None:
-        """Place the next waiting request and return it; None if it has to wait. A request that has lost its adapter fails."""
-        while True:
-            try:
-                return self.scheduler.admit()
-            except LostAdapterError as error:
-                request = error.request
-                self._drop_pin(request)
-                self._end(request, "failed")
-                stats = request_stats(request)
-                self._outputs.append(RequestFailed(request.request_id, str(error), "lora_request", stats=stats))
-
-    def _take_read(self, timeout: float = 0.0) -> None:
-        """Queue the requests whose parts have been read from disk."""
-        for request in self.disk.take_read(timeout) if self.disk is not None else ():
-            self.scheduler.add(request)
-
-    def close_disk(self) -> None:
-        """Write pending parts to the KV store and close it. The engine continues without a store."""
-        if self.disk is not None:
-            disk, self.disk = self.disk, None
-            for request in disk.close():
-                self.scheduler.add(request)
-
-    def _fork(self, rows: list[SampleRow]) -> None:
-        """Split the requests whose prompts are complete into their samples, before the first tokens are accepted."""
-        copies = []
-        for request in dict.fromkeys(sample.request for _, sample, number in rows if number != sample.number):
-            copies += self.scheduler.placement.fork(request)
-        if copies:
-            self.runner.pool.copy_pages(copies)
-        if self.runner.states is not None and (tracks := self.scheduler.take_forked()):
-            self.runner.states.copy(tracks)
-
-    def _finish_precomputed(self) -> None:
-        """Answer the precompute requests whose blocks are all complete, including blocks that other requests computed."""
-        for request in [r for r in self.scheduler.running if r.precompute]:
-            if request.samples[0].num_computed < len(request.layout):
-                continue
-            if request.request_id in self._pins:  # recomputed after a failure
-                self.scheduler.pin(request)
-                continue
-            self.scheduler.placement.note_states(request, request.samples[0].parts)
-            cached = cached_tokens(request)
-            self.metrics.count_cached(cached, request.layout)
-            self._outputs.append(PrecomputeResult(request.request_id, cached, request_stats(request)))
-            self._persisted |= request.precompute is not None and request.precompute.persist
-            if request.precompute and request.precompute.pin:
-                self._pins[request.request_id] = request
-                self.scheduler.pin(request)
-            self._end(request, "finished")
-
-    def _drop_pin(self, request: Request) -> None:
-        """Stop pinning the blocks of a request that has failed; otherwise it would be recomputed and fail forever."""
-        if self._pins.pop(request.request_id, None):
-            logger.warning("precomputed documents of request %s are no longer pinned", request.request_id)
+        kept = [output for output in lifetimes.outputs if output.request_id not in by_name]
+        lifetimes.outputs = kept + [RequestFailed(n, reason, stats=request_stats(by_name[n])) for n in sorted(by_name)]
 
     def _recover(self, failed: Iterable[Request]) -> None:
         """Drop the donated pool and the failed requests, and restart all other requests on a fresh pool."""
         COMPILING.settle()
         self.meter.forget()
-        self._ahead.forget()
+        self.ahead.forget()
         self.runs.forget()
-        self.runner.while_waiting = self._unchecked = self._planning_error = None
-        for request in failed:
-            if self.disk is not None:
-                self.disk.drop(request)
-            self._drop_pin(request)
-            if self.requests.pop(request.request_id, None):
-                self.metrics.count_end(request, "failed")
-        reading = self.disk.reading if self.disk is not None else frozenset()
-        self.scheduler.restart([*(r for r in self.requests.values() if r not in reading), *self._pins.values()])
+        self.completion.forget()
+        self.lifetimes.restart(failed)
         self.isolation.restart(failed)
         self.runner.reset()
 

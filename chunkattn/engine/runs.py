@@ -365,7 +365,7 @@ class Runs:
                 sample, tokens = run.rows[row].sample, result.tokens[row]
                 spans.append(Span(sample, sample.num_tokens - 1, sample.num_tokens - 1 + len(tokens)))
                 sample.output_ids += tokens[:-1]
-            self.scheduler.commit_decodes(spans)
+            self.scheduler.fills.commit_decodes(spans)
             if disk is not None:
                 disk.save(spans)
         finally:

@@ -12,16 +12,16 @@ computed blocks stay cached while there is room.
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from chunkattn.cache.trie import BlockTrie
+from chunkattn.engine.fills import Fills
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.placement import Placement
-from chunkattn.engine.request import Part, Request, Sample
+from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.states import Move, States, Track
 from chunkattn.engine.step import Span
 from chunkattn.engine.walks import Walks
@@ -33,10 +33,6 @@ _LEAST_ROWS = 128
 """Minimum rows of a step that computes prompts beside decodes: fewer save little time, as all weights are read anyway."""
 EXTRA_SPANS = 32
 """Spans that a step has room for beyond one per sample, since cached parts split the tokens of a sample."""
-
-
-Fill = tuple[Sample, Part, int, int, int]
-"""Sample and part, number of a block in the part, and slots `start ... end - 1` of the block, computed in one step."""
 
 
 class Room(NamedTuple):
@@ -68,6 +64,7 @@ class Scheduler:
     Attributes:
         sizes: sizes of the steps.
         trie: cache of blocks, which owns every page.
+        fills: planned steps.
         waiting: requests that are not placed yet, or are preempted.
         running: requests that hold their blocks.
         pinned: completed precompute requests that keep their blocks.
@@ -90,14 +87,11 @@ class Scheduler:
         self.uncached: list[Request] = []
         self.alone: Request | None = None
         self.preemptions = self.changes = 0
-        self._fills: list[Fill] = []  # of the step being planned
-        self._uncommitted: deque[tuple[list[Span], list[Fill]]] = deque()  # planned steps, the oldest first
-        self._span_of: dict[Sample, int] = {}
+        self.fills = Fills(self.placement, self.walks, self.block_size, self.max_spans)
         self._grown: list[Sample] = []  # samples that got a page for the step planned ahead
         self._uncached_before = False  # `_uncached_next` before that step was planned
         self._uncached_next = False  # the requests without pages take turns with the others
         self._refused: tuple[Request, Room] | None = None  # request that could not be placed, and the room then
-        self._turn = 0  # number of the plan
 
     @property
     def num_samples(self) -> int:
@@ -251,7 +245,7 @@ class Scheduler:
         """Empty all queues and the trie after the loss of the pool, and queue `requests` in order, regardless of state."""
         self.changes += 1
         self.waiting, self.running, self.pinned, self.uncached, self._refused = [], [], [], [], None
-        self._uncommitted.clear()
+        self.fills.clear()
         self.trie.reset()
         if self.walks is not None:
             self.walks.reset()
@@ -270,19 +264,15 @@ class Scheduler:
         Args:
             beside_decodes: returns the row limit of a step with decodes and prompts; called only for such a step.
         """
-        self._fills, self._span_of = [], {}
-        self._turn += 1
+        self.fills.begin()
         whole = [
             Span(r.samples[0], 0, len(r.layout))
             for r in self._next_uncached
             if self._adapters is None or self._adapters.has_slot(r)
         ]
-        spans = [] if whole and self._uncached_next else self._plan_paged(beside_decodes)
-        self._uncached_next = bool(spans)
-        spans = spans or whole
-        if spans:
-            self._uncommitted.append((spans, self._fills))
-        return spans
+        taken = 0 if whole and self._uncached_next else self._plan_paged(beside_decodes)
+        self._uncached_next = taken > 0
+        return self.fills.end(whole)
 
     def plan_ahead(self, beside_decodes: Callable[[], int]) -> list[Span]:
         """Plan the step after one that is not committed, as `plan` does, unless samples would be preempted for lack of pages.
@@ -307,18 +297,12 @@ class Scheduler:
 
     def unplan(self) -> None:
         """Undo `plan_ahead`, whose step has not begun."""
-        spans, fills = self._uncommitted.pop()
-        for span in reversed(spans):
-            if span.move is not None and self.walks is not None:
-                self.walks.undo(span.sample, span.move)
-        for _, part, number, start, _ in fills:
-            block = part.blocks[number]
-            block.planned = max(min(block.planned, start), block.filled)
+        self.fills.undo()
         self.placement.shrink(self._grown)
         self._uncached_next = self._uncached_before
 
-    def _plan_paged(self, beside_decodes: Callable[[], int] | None) -> list[Span]:
-        spans: list[Span] = []
+    def _plan_paged(self, beside_decodes: Callable[[], int] | None) -> int:
+        """Plan tokens of running requests. Return how many."""
         left = self._tokens_left()
         decoding = [s for s, count in left.items() if count == 1]
         for sample in decoding:
@@ -333,11 +317,12 @@ class Scheduler:
         if beside_decodes is not None and filling and any(s.output_ids for s in decoding):
             most = max(beside_decodes(), _LEAST_ROWS, 2 * len(decoding))
             budget = min(budget, max(size for size in self.sizes.buckets if size <= max(most, self.sizes.buckets[0])))
+        room = budget
         for sample in decoding:
-            budget -= self._advance(sample, 1, spans)
-        for sample, limit in self._prefill_turns(filling, left, budget):
-            budget -= self._advance(sample, min(limit, budget), spans)
-        return spans
+            room -= self.fills.take(sample, 1)
+        for sample, limit in self._prefill_turns(filling, left, room):
+            room -= self.fills.take(sample, min(limit, room))
+        return budget - room
 
     def _tokens_left(self) -> dict[Sample, int]:
         """Return the number of tokens that every running sample has still to plan."""
@@ -368,143 +353,16 @@ class Scheduler:
         while sample.parts and not self.placement.grow(sample):
             self.preempt(self.running[-1])
 
-    def _advance(self, sample: Sample, room: int, spans: list[Span]) -> int:
-        """Plan up to `room` of a sample's next tokens. Return how many were planned.
-
-        Tokens are planned in order, so that all slots before a token are filled when the token runs. Tokens of a shared block
-        that another sample has planned count as filled: all rows of a step write before any of them reads.
-        """
-        if self.walks is not None:
-            return self.walks.advance(sample, room, self._turn, partial(self._move, spans))
-        taken = 0
-        for part in sample.parts[sample.current :]:
-            if part.complete:
-                continue
-            for index in range(part.cursor, len(part.blocks)):
-                block, first = part.blocks[index], part.start + index * self.block_size
-                known = min(block.size, sample.num_tokens - first)
-                take = min(known - block.planned, room - taken)
-                if take > 0:
-                    if not self._emit(spans, sample, first + block.planned, take):
-                        return taken
-                    self._fills.append((sample, part, index, block.planned, block.planned + take))
-                    block.planned += take
-                    taken += take
-                if block.planned < known:
-                    return taken
-        return taken
-
-    def _move(self, spans: list[Span], sample: Sample, move: Move, count: int) -> bool:
-        """Add tokens behind a move, as `_emit` does, and fill the blocks that lack them."""
-        last = self._span_of.get(sample, -1)
-        if last >= 0 and spans[last].move is move:
-            spans[last] = spans[last]._replace(end=move.end + count)
-        elif len(spans) < self.max_spans:
-            self._span_of[sample] = len(spans)
-            spans.append(Span(sample, move.start, move.end + count, move))
-        else:
-            return False
-        part = sample.parts[move.part]
-        for index, end in self._blocks_of(part, move.end, move.end + count):
-            block = part.blocks[index]
-            if block.planned < end:
-                self._fills.append((sample, part, index, block.planned, end))
-                block.planned = end
-        return True
-
-    def _blocks_of(self, part: Part, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the place of each block of a part with tokens `start ... end - 1`, and how many of them lie before `end`."""
-        first, size = start - part.start, self.block_size
-        for index in range(first // size, -(-(end - part.start) // size)):
-            yield index, min(end - part.start - index * size, size)
-
-    def _emit(self, spans: list[Span], sample: Sample, start: int, count: int) -> bool:
-        """Add tokens to the sample's last span if they adjoin, else as a new span. Return False if no span is left."""
-        last = self._span_of.get(sample, -1)
-        if last >= 0 and spans[last].end == start:
-            spans[last] = Span(sample, spans[last].start, start + count)
-        elif len(spans) < self.max_spans:
-            self._span_of[sample] = len(spans)
-            spans.append(Span(sample, start, start + count))
-        else:
-            return False
-        return True
-
-    def commit(self) -> bool:
-        """Mark the tokens of the oldest planned step as computed, for every request that shares their blocks.
-
-        Tokens from the first that is not finite of a request stay uncomputed. So do tokens of other requests whose blocks
-        continue from theirs. A request that needs such tokens computes them.
-
-        Returns:
-            Whether all tokens of the step are computed.
-        """
-        complete = True
-        spans, fills = self._uncommitted.popleft()
-        for sample, start, end, _ in spans:
-            if not sample.output_ids:
-                sample.request.computed[start : min(end, sample.request.finite_end)] = True
-        for sample, part, number, start, end in fills:
-            block, last = part.blocks[number], part.start + number * self.block_size + end
-            before = part.blocks[number - 1 : number] if number else part.parents
-            ready = block.filled == start and all(p is not None and p.complete for p in before)
-            if not ready or last > sample.request.finite_end:
-                block.planned, complete = block.filled, False
-                continue
-            block.filled, block.planned = end, max(block.planned, end)
-            if block.complete and block.key is None and sample.parts and part is sample.parts[-1]:
-                self.placement.publish(sample, part, number)
-        return complete if self.walks is None else self._commit_moves(self.walks, spans) and complete
-
-    def _commit_moves(self, walks: Walks, spans: list[Span]) -> bool:
-        """End the moves of a step whose blocks have been filled. Return whether all their samples go on."""
-        complete = True
-        for sample, _, end, move in spans:
-            if move is not None:
-                is_current, finite = sample.track is move.track, sample.request.finite_end
-                computed = is_current and end <= finite and self._is_filled(sample.parts[move.part], move)
-                complete &= walks.commit(sample, move, computed=computed)
-        return complete
-
-    def _is_filled(self, part: Part, move: Move) -> bool:
-        """Return whether the K/V of a move's tokens are computed."""
-        return all(part.blocks[index].filled >= end for index, end in self._blocks_of(part, move.start, move.end))
-
-    def commit_decodes(self, spans: Iterable[Span]) -> None:
-        """Mark decodes as computed that no plan has named; no step is planned or on its way.
-
-        Args:
-            spans: decodes of each sample, whose tokens are known.
-        """
-        self._fills, self._span_of = [], {}
-        planned = list[Span]()
-        for sample, start, end, _ in spans:
-            self._advance(sample, end - start, planned)
-        self._uncommitted.append((planned, self._fills))
-        self.commit()
-
     def take_forked(self) -> list[tuple[int, int, int, int]]:
         """Return the tracks that forked samples must be given since the last call (see `StatePool.copy`)."""
         return [] if self.walks is None else self.walks.take_forked()
-
-    def sent(self, spans: Iterable[Span]) -> None:
-        """Note that a step is on the device.
-
-        Args:
-            spans: the step's spans.
-        """
-        if self.walks is not None:
-            for sample, _, _, move in spans:
-                if move is not None:
-                    self.walks.sent(sample, move)
 
     def check(self) -> None:
         """Assert that every page, block and slot is accounted for (see `BlockTrie.check` and `States.check`)."""
         held = [*self.running, *self.pinned]
         if self.states is not None:
             tracks = [t for r in held for t in (*(s.track for s in r.samples), *r.spare_tracks) if t is not None]
-            moves = [span.move for spans, _ in self._uncommitted for span in spans if span.move is not None]
-            owners: list[Move | Track] = [*tracks, *moves]
+            owners: list[Move | Track] = [*tracks, *self.fills.moves]
             needed = Counter(s for r in held for s in r.sources) + Counter(s for o in owners for s in (o.source, o.goal) if s)
             self.states.check(tracks, needed)
         self.trie.check([*(s.held for r in held for s in r.samples), *(r.spares for r in held)])

@@ -406,7 +406,7 @@ def test_others_start_over_after_a_failed_step(engine, monkeypatch):
     found = []
     for step in range(40):
         if step == 5:
-            core._ahead.drop()
+            core.ahead.drop()
             spans = core.scheduler.plan()
             monkeypatch.setattr(
                 core.scheduler, "plan", lambda *_, spans=spans: [s for s in spans if s.sample.request.request_id == "a"]
@@ -466,6 +466,6 @@ def test_the_arrays_of_a_step_pass_a_wire(engine):
         assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(arrays))
         sent = pickle.loads(pickle.dumps(arrays))
         np.testing.assert_array_equal(*(core.runner.forward(given)[0][:3] for given in (arrays, sent)))
-        core.scheduler.commit()
+        core.scheduler.fills.commit()
     finally:
         core.abort("r")

@@ -92,7 +92,7 @@ def run(llm, seed, *, ahead):
     """Outputs of every step. Some requests are aborted, and some samples are stopped, at fixed steps."""
     rng, core, events = np.random.default_rng(seed), llm.core, []
     if not ahead:
-        core._ahead.plan = lambda *_: None
+        core.ahead.plan = lambda *_: None
     spoil(core, {int(n) for n in rng.integers(5, 90, 3)})
     waiting = [
         (at, dataclasses.replace(message, request_id=f"{seed} {number}"))

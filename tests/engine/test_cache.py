@@ -364,7 +364,8 @@ STAGES = {
     "builder": ["build"],
     "runner": ["forward", "sample", "label_logprobs"],
     "runner.pool": ["copy_pages"],
-    "scheduler": ["admit", "plan", "commit"],
+    "scheduler": ["admit", "plan"],
+    "scheduler.fills": ["commit"],
     "metrics": ["count_cached"],
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from chunkattn import LLM, SamplingParams
 from chunkattn.calls.algorithms import groups
-from chunkattn.engine.core import EngineCore
+from chunkattn.engine.completion import Completion
 from chunkattn.engine.messages import GenerateRequest, RequestFailed, ScoreRequest, ScoreResult, TokenOutput
 from chunkattn.engine.rates import RateMeter
 from chunkattn.errors import RequestError
@@ -123,7 +123,7 @@ def test_an_abort_before_the_values_are_read(core):
 
 def fail_reading(monkeypatch, core, guilty):
     """Raise where the values of a step are waited for, if `guilty` says so of the names of its requests."""
-    original, finish = core.runner.fetch, EngineCore._finish_step
+    original, finish = core.runner.fetch, Completion._finish
     reading = []
 
     def finishing(self, step, *args, **options):
@@ -136,7 +136,7 @@ def fail_reading(monkeypatch, core, guilty):
             raise RuntimeError("injected")
         return values
 
-    monkeypatch.setattr(EngineCore, "_finish_step", finishing)
+    monkeypatch.setattr(Completion, "_finish", finishing)
     monkeypatch.setattr(core.runner, "fetch", failing)
 
 
@@ -204,13 +204,13 @@ def test_answers_are_those_of_reading_at_once(checkpoint, pages):
         llm = LLM(str(checkpoint("qwen3")), **options, kv_cache_memory_bytes=pages * probe.limits.page_bytes)
         core, answers = llm.core, {}
         if at_once:
-            conclude = core._conclude
+            compute = core._compute
 
-            def concluding(step, reading):
-                conclude(step, reading)
-                core._check_last()
+            def computing(*args):
+                compute(*args)
+                core.completion.complete_pending()
 
-            core._conclude = concluding
+            core._compute = computing
         for step in range(2000):
             for _, message in [m for m in made if m[0] == step]:
                 core.add(message)

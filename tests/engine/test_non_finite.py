@@ -262,9 +262,9 @@ def test_who_leaves_in_flight_leaves_nothing_spoilt(slow_core, oracle, left):
 
 def test_a_step_is_checked_without_waiting_for_it(slow_core, monkeypatch):
     """The flags of a step that reads nothing are read once the next step is on its way."""
-    order, forward, commit = [], slow_core.runner.forward, slow_core.scheduler.commit
+    order, forward, commit = [], slow_core.runner.forward, slow_core.scheduler.fills.commit
     monkeypatch.setattr(slow_core.runner, "forward", lambda batch: order.append("run") or forward(batch))
-    monkeypatch.setattr(slow_core.scheduler, "commit", lambda: order.append("commit") or commit())
+    monkeypatch.setattr(slow_core.scheduler.fills, "commit", lambda: order.append("commit") or commit())
     run(slow_core, PrecomputeRequest("fill", make_layout(part(RNG, 90), [], [])))
     assert order == ["run", "run", "commit", "run", "commit", "commit"]
 

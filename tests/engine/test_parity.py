@@ -22,7 +22,7 @@ def engine_logits(llm, layout):
             hidden = core.runner.forward(core.builder.build(spans).arrays)[0]
             rows = np.concatenate([request.user_index[span.start : span.end] for span in spans])
             logits[rows] = core.runner._model(core.runner._params, None).logits(hidden)[: len(rows)]
-            core.scheduler.commit()
+            core.scheduler.fills.commit()
         assert request.samples[0].num_computed == len(layout)
         return logits
     finally:

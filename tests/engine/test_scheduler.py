@@ -43,7 +43,7 @@ class Steps:
         assert rows <= self.config.max_num_batched_tokens
         assert len(spans) <= self.config.max_num_seqs + EXTRA_SPANS
         if spans:
-            self.scheduler.commit()
+            self.scheduler.fills.commit()
         for span in spans:
             sample, request = span.sample, span.sample.request
             if span.end == sample.num_tokens:

@@ -310,12 +310,12 @@ class Fuzzer:
             damaged.append(row)
             return replace(result, number=good + 1, tokens=tokens, finite=np.arange(len(tokens)) != row)
 
-        core._ahead.drop()  # the step is built wrongly and run at once
+        core.ahead.drop()  # the step is built wrongly and run at once
         with (
             patch.object(core.builder, "build", build_wrongly),
             patch.object(core.runner, "forward", forward_and_find),
             patch.object(core.runs, "read", read_and_find),
-            patch.object(core._ahead, "plan", lambda *_: None),
+            patch.object(core.ahead, "plan", lambda *_: None),
         ):
             self.session.step()
         self.counts["damaged"] += len(damaged)

@@ -222,12 +222,12 @@ class Session:
                 reader._changed.wait_for(lambda: len(reader._arrived) == len(reader._owners), 60.0)
         scheduler, self._checks = self.core.scheduler, self._checks + 1
         if self._checks % 4 == 0:
-            self.core._ahead.drop()  # as if something unforeseen had happened
+            self.core.ahead.drop()  # as if something unforeseen had happened
         try:
             scheduler.check()
         except AssertionError as error:
             raise Difference(f"invariant: {error}") from error
-        in_flight = self.core._unchecked is not None or self.core._ahead._planned is not None
+        in_flight = self.core.completion.pending is not None or self.core.ahead._planned is not None
         if not in_flight and any(block.planned != block.filled for block in scheduler.trie.blocks()):
             raise Difference("invariant: a block was planned and is not filled")
         tracks = [s.track for r in scheduler.running for s in r.samples if s.track is not None]
