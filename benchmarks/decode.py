@@ -16,11 +16,11 @@ import numpy as np
 from transformers import Qwen3Config
 
 import chunkattn.backends.xla as xla
-from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.models.loader import DEMO_FOLDER
 from chunkattn.rope.positions import make_layout
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.geometry import GEOMETRIES, make_core
 from chunkattn.tools.bench.measure import round_name

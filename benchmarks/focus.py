@@ -24,10 +24,10 @@ import numpy as np
 
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.job import answer, drive
-from chunkattn.config import SamplingParams
 from chunkattn.focus import MODES, Focus
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.rope.positions import make_layout
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
 from chunkattn.tools.bench.score import ScoreBench

@@ -25,12 +25,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from chunkattn.backends.recurrence import BLOCK, RecurrentSpec
-from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.config import EngineConfig
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest
 from chunkattn.engine.step import Step
 from chunkattn.models.mixers import GatedDeltaNet
 from chunkattn.rope.positions import make_layout
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.terminal.progress import say, timed
 from chunkattn.tools.bench import geometry
 from chunkattn.tools.bench.peak_rates import read_rate

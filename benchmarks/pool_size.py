@@ -14,10 +14,10 @@ import time
 
 import numpy as np
 
-from chunkattn.config import SamplingParams
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.rope.positions import make_layout
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.geometry import make_core
 

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from chunkattn.config import SamplingParams
 from chunkattn.engine import readout
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.rope.positions import make_layout
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.geometry import make_core
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
     from chunkattn.backends import AttentionBackend, chunk_attention, register_backend
     from chunkattn.calls.rerank_template import RerankTemplate
-    from chunkattn.config import EngineConfig, SamplingParams
+    from chunkattn.config import EngineConfig
     from chunkattn.decisions import (
         Choice,
         ChoiceAnswer,
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     )
     from chunkattn.parsers import ChunkedPrompt, DocumentPrompt
     from chunkattn.rope.positions import make_layout
+    from chunkattn.sampling_params import SamplingParams
 
 __version__ = version("chunkattn")
 
@@ -49,7 +50,7 @@ _NAMES = {
     "async_llm": "AsyncLLM",
     "backends": "AttentionBackend chunk_attention register_backend",
     "calls.rerank_template": "RerankTemplate",
-    "config": "EngineConfig SamplingParams",
+    "config": "EngineConfig",
     "decisions": "Choice ChoiceAnswer DecisionOutput Level Option Predicate PredicateAnswer Rating RatingAnswer",
     "focus": "Focus",
     "layout": "ChunkLayout",
@@ -57,6 +58,7 @@ _NAMES = {
     "outputs": "CacheReport CompletionOutput FocusOutput Logprob RequestOutput RerankOutput RerankResult ScoreOutput",
     "parsers": "ChunkedPrompt DocumentPrompt",
     "rope.positions": "make_layout",
+    "sampling_params": "SamplingParams",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

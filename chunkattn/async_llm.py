@@ -12,7 +12,6 @@ from chunkattn.calls.generate import GenerateJob, generate_job, with_adapters
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
-from chunkattn.config import SamplingParams
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError
 from chunkattn.focus import FocusLike
@@ -24,6 +23,7 @@ from chunkattn.parsers.joined import ISOLATED
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 from chunkattn.parsers.states import State, States
 from chunkattn.remote.async_runner import AsyncRunner
+from chunkattn.sampling_params import SamplingParams
 
 
 class AsyncLLM(AsyncRunner):

@@ -18,7 +18,7 @@ from chunkattn.calls.job import Ask, Job, LookUp, answer, drive
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
-from chunkattn.config import SamplingParams, make_config
+from chunkattn.config import make_config
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.build import build_core
 from chunkattn.errors import ConfigError
@@ -31,6 +31,7 @@ from chunkattn.parsers.arguments import chat_options
 from chunkattn.parsers.joined import ISOLATED
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt
 from chunkattn.parsers.states import State, States
+from chunkattn.sampling_params import SamplingParams
 
 T = TypeVar("T")
 

@@ -337,8 +337,8 @@ def _body_fields(name: str) -> dict[str, tuple[str, str, str]]:
     from chunkattn.calls.decide import DecideOptions
     from chunkattn.calls.rerank import RerankOptions
     from chunkattn.calls.score_inputs import ScoreOptions
-    from chunkattn.config import SamplingParams
     from chunkattn.llm import LLM
+    from chunkattn.sampling_params import SamplingParams
 
     call = _CALLS.get(name, "generate")
     options = {"score": ScoreOptions, "rerank": RerankOptions, "decide": DecideOptions}.get(call, SamplingParams)
@@ -358,7 +358,7 @@ EVERY_BODY = ("model", "user")
 
 def _body_table(name: str) -> str:
     """Fields of one request body; fields that another place describes alike are listed below the table, with links."""
-    from chunkattn.config import SamplingParams
+    from chunkattn.sampling_params import SamplingParams
 
     sampling = {field: _sentence(text) for field, text in _described(SamplingParams).items()}
     earlier = [other for other in takewhile(lambda other: other != name, bodies()) if other in _HEADINGS]

@@ -21,11 +21,12 @@ from typer.testing import CliRunner
 import chunkattn
 from chunkattn.calls.decide_files import read_questions
 from chunkattn.cli import app
-from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.config import EngineConfig
 from chunkattn.documents.routes import documents_router
 from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.gateway.metrics import GatewayMetrics
 from chunkattn.gateway.options import GatewayOptions
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.web.http_state import HttpMetrics
 from chunkattn.web.options import ServerConfig
 from tests.patience import PATIENCE_S

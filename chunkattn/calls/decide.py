@@ -18,7 +18,7 @@ from chunkattn.calls.decide_questions import METHODS, AskedQuestion, ask, check_
 from chunkattn.calls.decide_verdict import AUTO, HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Job
-from chunkattn.calls.score import ScoreJob, total_usage
+from chunkattn.calls.score_job import ScoreJob, total_usage
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError, shown
 from chunkattn.outputs import ScoreOutput

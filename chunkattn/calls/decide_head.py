@@ -15,7 +15,8 @@ from chunkattn.calls.decide_verdict import HEAD
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.head_prompts import HeadItem, HeadPrompts
 from chunkattn.calls.job import Job
-from chunkattn.calls.score import ScoreCall, ScoreJob, total_usage
+from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score_job import ScoreJob, total_usage
 from chunkattn.decisions import DecisionOutput, Predicate, Question
 from chunkattn.errors import RequestError
 from chunkattn.layout import Names

@@ -13,7 +13,8 @@ from chunkattn.calls.algorithms import SharedDocuments
 from chunkattn.calls.decide_questions import AskedQuestion
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import STAGE_LAYOUT, Flow, LookUp, bounded, together
-from chunkattn.calls.score import LOOKUP_BATCH, ScoreCall
+from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score_job import LOOKUP_BATCH
 from chunkattn.engine.messages import PrecomputeRequest, ScoreRequest
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names

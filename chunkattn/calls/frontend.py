@@ -20,7 +20,7 @@ from chunkattn.calls.detokenizer import token_decoder
 from chunkattn.calls.head_prompts import HeadPrompts
 from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
-from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, ModelError, RequestError, shown
 from chunkattn.focus import FocusLike
@@ -35,6 +35,7 @@ from chunkattn.parsers.encode import ControlTokens, PlainEncoder
 from chunkattn.parsers.joined import ISOLATED, in_mode
 from chunkattn.parsers.prompt import Prompt, list_prompts
 from chunkattn.parsers.states import StateTemplate
+from chunkattn.sampling_params import SamplingParams
 
 _MAX_TEMPLATES = 16
 """Maximum number of rendered chat templates that are kept."""

@@ -12,13 +12,13 @@ from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.calls.focus_scores import check_longest, choose_documents
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import Ask, Flow, Job, JobsInTurn, StopSample
-from chunkattn.config import SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_salt, salt_key
+from chunkattn.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

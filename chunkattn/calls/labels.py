@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from chunkattn.calls.frontend import Frontend
-from chunkattn.config import MAX_LABELS
 from chunkattn.errors import MissingError, RequestError
 from chunkattn.parsers.arguments import check_ids, is_list
+from chunkattn.sampling_params import MAX_LABELS
 
 Labels = Sequence[str] | Sequence[Sequence[str]] | Sequence[Sequence[Sequence[str]]]
 LabelTokenIds = Sequence[int] | Sequence[Sequence[int]] | Sequence[Sequence[Sequence[int]]]

@@ -10,12 +10,12 @@ import numpy as np
 
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, StopSample, stages
-from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenOutput
 from chunkattn.errors import RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_ids
+from chunkattn.sampling_params import SamplingParams
 
 T = TypeVar("T")
 

@@ -18,7 +18,8 @@ from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.items_first import ItemsFirst
 from chunkattn.calls.rerank_template import RerankTemplate, pick_template
-from chunkattn.calls.score import ScoreCall, ScoreJob
+from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score_job import ScoreJob
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names

@@ -1,12 +1,12 @@
-"""Scoring: `ScoreCall` is one query and its items, from token ids to scores; `ScoreJob` runs several of them."""
+"""`ScoreCall`: scoring of one query and its items, from token ids to scores."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Float32, Float64
@@ -21,10 +21,9 @@ from chunkattn.calls.algorithms import (
     predict,
     refusals,
     select_algorithm,
-    too_costly,
 )
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, LookUp, stages, together
+from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, stages
 from chunkattn.calls.score_memory import digests, item_keys
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import ITEMS, EngineLimits
@@ -40,10 +39,6 @@ logger = logging.getLogger(__name__)
 
 _OTHERS = 8
 """Rows of a step left to decodes of other requests."""
-LOOKUP_BATCH = 32
-"""Queries per lookup. The engine answers a lookup between two steps."""
-
-T = TypeVar("T")
 
 
 class StateReader(Protocol):
@@ -244,7 +239,7 @@ class ScoreCall(ScoreInputs):
             self.cached_query = query.cached.total
             self._computed += len(self.before) - self.cached_query
         places: dict[str, list[int]] = {}
-        size = _rows if self.extends else lambda request: len(request.layout)
+        size = computed_rows if self.extends else lambda request: len(request.layout)
         for stage in stages(self._requests(places), most, size, (room, self._slots)):
             for result in (yield Ask(stage)):
                 self._keep(result, places.pop(result.request_id))
@@ -396,96 +391,7 @@ def _bounds(config: EngineConfig, limits: EngineLimits, query_len: int, algorith
     }
 
 
-class ScoreJob(Generic[T]):
-    """Job of several queries; see `chunkattn.calls.job.Job`.
-
-    Args:
-        frontend: frontend of the engine.
-        calls: one call for each query, without an algorithm.
-        finish: makes the result of the job from the scores of each query.
-        steps: limit on the tokens of a stage that merges the stages of several queries, in steps' worth.
-
-    Raises:
-        RequestError: an algorithm is unknown or cannot serve a query.
-        CapacityError: the job would compute more than `max_tokens_per_call`.
-    """
-
-    unit = "items"
-
-    def __init__(
-        self,
-        frontend: Frontend,
-        calls: Sequence[ScoreCall],
-        finish: Callable[[list[ScoreOutput]], T],
-        steps: int = STAGE_STEPS,
-    ) -> None:
-        self._calls, self._finish = calls, finish
-        self._most = steps * frontend.config.max_num_batched_tokens
-        costly = too_costly(calls, frontend.config.max_tokens_per_call)
-        for call in calls:
-            call.plan(costly)
-        self.total = sum(call.total for call in calls)
-
-    @property
-    def done(self) -> int:
-        """Return the number of items that have been scored."""
-        return sum(call.done for call in self._calls)
-
-    @property
-    def tokens(self) -> int:
-        """Return the tokens of all queries and items, cached or not."""
-        return sum(call.query_len + sum(map(len, call.items)) for call in self._calls)
-
-    def flow(self) -> Flow[T]:
-        """Look up the queries whose algorithm depends on it, and score the items. Small queries run together."""
-        asking = [call for call in self._calls if call.asks]
-        for first in range(0, len(asking), LOOKUP_BATCH):
-            batch = asking[first : first + LOOKUP_BATCH]
-            for call, cached in zip(batch, (yield LookUp([call.query_request() for call in batch])), strict=True):
-                call.decide(cached)
-        for group in self._groups():
-            yield from together([call.flow() for call in group], self._most, _rows)
-        return self._finish([call.result() for call in self._calls])
-
-    def _groups(self) -> Iterator[list[ScoreCall]]:
-        """Yield the queries that run together; none of those whose results are all known.
-
-        Cached prefixes go first, so that no other prefix evicts them. Where company decides the bits, the cache must not:
-        queries keep their order there, and a query whose items share it runs alone.
-        """
-        group: list[ScoreCall] = []
-        slots = tokens = 0
-        was_alone = False
-        for call in sorted(self._calls, key=lambda call: call.is_missing and not call.is_whole):
-            if not call.total:
-                continue
-            alone = call.extends and call.is_whole and not call.item_first
-            held, more = (call.query_len + sum(map(len, call.items)), 0) if call.extends else (0, call.tokens()[call.choice[0]])
-            full = slots + held > call.max_batch_slots or tokens + more > self._most
-            if group and (alone or was_alone or full):
-                yield group
-                group, slots, tokens = [], 0, 0
-            group.append(call)
-            slots, tokens, was_alone = slots + held, tokens + more, alone
-        if group:
-            yield group
-
-
-def total_usage(outputs: Sequence[ScoreOutput]) -> ScoreUsage:
-    """Return the sums of the token counts of several calls.
-
-    Args:
-        outputs: outputs of the calls.
-    """
-    usages = [output.usage for output in outputs]
-    return ScoreUsage(
-        sum(usage.prompt_tokens for usage in usages),
-        sum(usage.computed_tokens for usage in usages),
-        sum(usage.cached_tokens for usage in usages),
-    )
-
-
-def _rows(request: PrecomputeRequest | ScoreRequest) -> int:
+def computed_rows(request: PrecomputeRequest | ScoreRequest) -> int:
     """Return the tokens that a request computes when the cache holds its prefix for a scoring request, and nothing else."""
     layout = request.layout
     if not isinstance(request, ScoreRequest) or not request.share_prefix:

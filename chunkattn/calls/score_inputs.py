@@ -13,7 +13,8 @@ from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.items_first import ItemsFirst
 from chunkattn.calls.job import STAGE_STEPS
 from chunkattn.calls.labels import Labels, LabelTokenIds, read_labels
-from chunkattn.calls.score import ScoreCall, ScoreJob
+from chunkattn.calls.score import ScoreCall
+from chunkattn.calls.score_job import ScoreJob
 from chunkattn.engine.limits import ITEMS
 from chunkattn.errors import MissingError, RequestError
 from chunkattn.layout import Names

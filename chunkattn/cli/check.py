@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from chunkattn.cli.environment import environment
-from chunkattn.config import SamplingParams
 from chunkattn.errors import BackendError
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.terminal.commands import app, command, console, print_lines
 
 OPTIONS: tuple[dict[str, Any], ...] = (

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from chunkattn.config import EngineConfig, SamplingParams, make_config
+from chunkattn.config import EngineConfig, make_config
 from chunkattn.errors import RequestError
 from chunkattn.focus import Focus, read_focus
 from chunkattn.outputs import FocusOutput
@@ -20,6 +20,7 @@ from chunkattn.parsers.chat_template import own_template
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.joined import ISOLATED, in_mode
 from chunkattn.picture import layout_summary, layout_table, plot_layout
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.terminal.commands import (
     Documents,
     Model,

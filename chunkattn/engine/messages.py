@@ -7,10 +7,10 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from chunkattn.config import SamplingParams
 from chunkattn.errors import CapacityError, EngineError, NonFiniteError
 from chunkattn.layout import ChunkLayout
 from chunkattn.request_record import RequestStats
+from chunkattn.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

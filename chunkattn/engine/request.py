@@ -12,11 +12,11 @@ import numpy as np
 from chunkattn.adapter_salt import split
 from chunkattn.cache.slots import plan_slots
 from chunkattn.cache.trie import Block
-from chunkattn.config import SamplingParams
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, Message, PrecomputeRequest, ScoreRequest
 from chunkattn.engine.states import KeptState, Track
 from chunkattn.layout import PREFIX_ID, QUESTION_ID, Segment
+from chunkattn.sampling_params import SamplingParams
 
 
 class Request:

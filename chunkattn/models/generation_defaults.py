@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from chunkattn.config import GENERATION_AUTO, GENERATION_NONE, SamplingParams
+from chunkattn.config import GENERATION_AUTO, GENERATION_NONE
 from chunkattn.errors import ConfigError, ModelError, RequestError
 from chunkattn.local_files import is_present, read_object, read_present
 from chunkattn.models.gguf_file import GGUFFile
+from chunkattn.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from chunkattn.adapter_salt import salted, split
-from chunkattn.config import MAX_SALT_CHARS
 from chunkattn.errors import CapacityError, RequestError, shown
+from chunkattn.sampling_params import MAX_SALT_CHARS
 
 
 def as_list(values: Any, name: str) -> list[Any]:

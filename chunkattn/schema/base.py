@@ -9,7 +9,9 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from chunkattn.config import (
+from chunkattn.errors import ChunkAttnError
+from chunkattn.parsers.arguments import chat_options
+from chunkattn.sampling_params import (
     MAX_LABELS,
     MAX_LOGIT_BIAS,
     MAX_SALT_CHARS,
@@ -18,8 +20,6 @@ from chunkattn.config import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
-from chunkattn.errors import ChunkAttnError
-from chunkattn.parsers.arguments import chat_options
 from chunkattn.web.errors import UNKNOWN_FIELD, ApiError, renamed
 
 E = TypeVar("E", bound=ChunkAttnError | ApiError)

@@ -10,12 +10,12 @@ from heapq import nlargest
 from typing import Any
 
 from chunkattn.calls.generate import COST, GenerateJob, generate_job
-from chunkattn.config import SamplingParams
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.choice import shortest
 from chunkattn.parsers.prompt import Prompt
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.schema.generation import ChatBody, CompletionBody, focus_of
 from chunkattn.server.state import ServerState, new_id
 from chunkattn.server.texts import (

@@ -24,13 +24,13 @@ from chunkattn.calls.algorithms import (
 )
 from chunkattn.calls.score import ScoreCall
 from chunkattn.calls.score_memory import digests
-from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates
 from chunkattn.engine.rates import tile_area
 from chunkattn.engine.step_sizes import StepSizes, buckets
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.llm import LLM
 from chunkattn.rope.positions import make_layout
+from chunkattn.sampling_params import SamplingParams
 from tests.checkpoints import VOCAB
 from tests.flows import stages_of
 

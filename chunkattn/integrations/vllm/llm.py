@@ -16,7 +16,7 @@ from vllm.outputs import RequestOutput as EngineOutput
 from vllm.sampling_params import RequestOutputKind
 
 from chunkattn.calls.job import drive
-from chunkattn.config import EngineConfig, SamplingParams
+from chunkattn.config import EngineConfig
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.focus import FocusLike
 from chunkattn.integrations.vllm.chunk_options import check_parallel, parts_of, refused_param, take_options
@@ -29,6 +29,7 @@ from chunkattn.parsers.arguments import chat_options, check_salt, list_chats, on
 from chunkattn.parsers.chat_template import load_chat_template
 from chunkattn.parsers.choice import longest
 from chunkattn.parsers.prompt import Documents, Prefix, Prompt, list_prompts
+from chunkattn.sampling_params import SamplingParams
 
 Params: TypeAlias = "SamplingParams | vllm.SamplingParams"
 """Sampling parameters of either package."""

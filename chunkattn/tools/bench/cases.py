@@ -11,11 +11,11 @@ from time import perf_counter
 from typing import Any, NamedTuple
 
 from chunkattn.calls.algorithms import AUTO
-from chunkattn.config import SamplingParams
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.errors import EngineError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.tools.bench.peer_script import DecodeClock
 from chunkattn.tools.bench.score import ScoreBench, needed_flops
 from chunkattn.tools.bench.sizes import CASES, SPARE, Setup, Sizes

@@ -11,12 +11,12 @@ import numpy as np
 
 from chunkattn.calls.generate import generate_job
 from chunkattn.calls.likelihood import likelihood_job
-from chunkattn.config import SamplingParams
 from chunkattn.errors import EngineError, NonFiniteError, RequestError
 from chunkattn.layout import ChunkLayout
 from chunkattn.llm import LLM
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.choice import longest
+from chunkattn.sampling_params import SamplingParams
 from chunkattn.tools.eval.choices import Choices
 from chunkattn.tools.eval.conditions import GOLD, Condition, TokenizedQuestion
 from chunkattn.tools.eval.data import Question, at_line
