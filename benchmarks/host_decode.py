@@ -11,53 +11,33 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks.host_parts import Clock
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.engine.core import EngineCore
+from chunkattn.terminal.files import write_json
 from chunkattn.terminal.progress import timed
 
 _POOL_BYTES = 256 << 20
 _PROMPT = 60
 _PERIOD = 690
 """Token ids in use."""
-
-
-class Clock:
-    """Sum of the time in some functions, in seconds; that of nested calls counts once."""
-
-    def __init__(self) -> None:
-        self.spent, self._depth = 0.0, 0
-
-    def watch(self, owner: Any, name: str) -> None:
-        """Count the time in a method or function of `owner`."""
-        original: Callable[..., Any] = getattr(owner, name)
-
-        def clocked(*args: Any, **options: Any) -> Any:
-            began, self._depth = time.perf_counter(), self._depth + 1
-            try:
-                return original(*args, **options)
-            finally:
-                self._depth -= 1
-                if not self._depth:
-                    self.spent += time.perf_counter() - began
-
-        setattr(owner, name, clocked)
+DEVICE = "device"
+"""Label of the time in programs and in waits for their values."""
 
 
 def watch_device(core: EngineCore, clock: Clock) -> None:
     """Count the time in the programs of an engine, and in waits for their values."""
     runner = core.runner
     for name in ("_step", "_gather", "_sample", "_read_labels", "fetch", "read_decodes"):
-        clock.watch(runner, name)
+        clock.watch(runner, name, DEVICE)
     if runner._decode is not None:
         runner._decode.on("cpu")
         programs = SimpleNamespace(**runner._decode._programs)
-        clock.watch(programs, "cpu")
+        clock.watch(programs, "cpu", DEVICE)
         runner._decode._programs["cpu"] = programs.cpu
 
 
@@ -86,11 +66,12 @@ def measure(samples: int, steps: list[int], tokens: int, rounds: int) -> list[di
     for number in range(rounds + 1):
         for most, llm in engines.items():
             llm.core.reset_prefix_cache()
-            clocks[most].spent, began = 0.0, time.perf_counter()
+            clocks[most].reset()
+            began = time.perf_counter()
             llm.generate(given, params, use_tqdm=False)
             took = time.perf_counter() - began
             if number:  # the first round compiles
-                spent[most].append((took, took - clocks[most].spent))
+                spent[most].append((took, took - clocks[most].spent[DEVICE]))
     rows = []
     for most, values in spent.items():
         row: dict[str, Any] = {"samples": samples, "num_scheduler_steps": most}
@@ -107,16 +88,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 8, 16])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it")
+    parser.add_argument("--json", metavar="FILE", help="write JSON to FILE; - prints it instead of lines")
     args = parser.parse_args()
     rows = []
     for samples in args.samples:
         with timed(f"{samples} samples"):
             rows += measure(samples, args.steps, args.tokens, args.rounds)
-        for row in rows[-len(args.steps) :]:
-            print(json.dumps(row), flush=True)
-    if args.json and args.json != "-":
-        Path(args.json).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if write_json(rows, args.json):
+        for row in rows:
+            print(json.dumps(row))
 
 
 if __name__ == "__main__":

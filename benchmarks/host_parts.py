@@ -24,22 +24,10 @@ from chunkattn.engine.upload import unpack
 from chunkattn.models.decoder import Decoder, random_decoder
 from chunkattn.models.families import spec_from_config
 from chunkattn.models.loader import DEMO_FOLDER, open_files
-from chunkattn.tools.bench.geometry import core_of
+from chunkattn.tools.bench.geometry import QWEN3, core_of, sizes
 
 MOST_POSITIONS = 40960
-_STUB = Qwen3Config(
-    architectures=["Qwen3ForCausalLM"],
-    tie_word_embeddings=True,
-    rope_theta=1e6,
-    vocab_size=1024,
-    hidden_size=64,
-    intermediate_size=64,
-    num_hidden_layers=28,
-    num_attention_heads=16,
-    num_key_value_heads=8,
-    head_dim=128,
-    max_position_embeddings=MOST_POSITIONS,
-)
+_STUB = Qwen3Config(**sizes(1024, 64, 64, 28, 16, 8, 128, MOST_POSITIONS), **QWEN3)
 """As many arrays as Qwen3-0.6B has, and its heads; small matrices."""
 
 

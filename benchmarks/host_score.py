@@ -11,7 +11,6 @@ turns, each time with a new query and new items. The table has the fastest round
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from chunkattn.calls.job import answer, drive
 from chunkattn.calls.score_inputs import score_call
 from chunkattn.engine.core import EngineCore
 from chunkattn.models.loader import ModelFiles
+from chunkattn.terminal.files import write_json
 from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
 
@@ -106,16 +106,13 @@ def main() -> None:
     parser.add_argument("--json", help="write JSON to FILE; - prints it instead of the table")
     args = parser.parse_args()
     rows = measure(args)
-    if args.json == "-":
-        print(json.dumps(rows, indent=2))
+    if not write_json(rows, args.json):
         return
     for row in rows:
         call, host = row["call_ms"], row["host_ms"]
         print(f"{row['device']}: call {call} ms, host {host} ms, {row['waits']} waits, {row['programs']} programs")
         for part, spent in row["parts_ms"].items():
             print(f"  {part:28}{spent:8.2f} ms")
-    if args.json:
-        Path(args.json).write_text(json.dumps(rows, indent=2))
 
 
 if __name__ == "__main__":

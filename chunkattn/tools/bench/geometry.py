@@ -39,9 +39,10 @@ def sizes(*values: int) -> dict[str, int]:
     return dict(zip(_SIZES, values, strict=True))
 
 
-_COMMON = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6}
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True, "rope_theta": 1e6}
+"""Common options of the configurations of small Qwen3 models."""
 GEOMETRIES = {
-    "qwen3-0.6b": Qwen3Config(**sizes(151936, 1024, 3072, 28, 16, 8, 128, 40960), **_COMMON),
+    "qwen3-0.6b": Qwen3Config(**sizes(151936, 1024, 3072, 28, 16, 8, 128, 40960), **QWEN3),
     "qwen3-30b-a3b": Qwen3MoeConfig(
         architectures=["Qwen3MoeForCausalLM"],
         tie_word_embeddings=False,
@@ -58,7 +59,7 @@ GEOMETRIES = {
         **sizes(248320, 1024, 3584, 24, 8, 2, 256, 262144),
         linear_num_value_heads=16,
     ),
-    "small": Qwen3Config(**sizes(4096, 256, 768, 4, 8, 4, 64, 40960), **_COMMON),
+    "small": Qwen3Config(**sizes(4096, 256, 768, 4, 8, 4, 64, 40960), **QWEN3),
 }
 
 
