@@ -177,7 +177,7 @@ class DecodeProgram:
             sent: `DecodeArrays`, packed if there is a form.
             form: form of the packed arrays, or None.
         """
-        self._compiles["decode"] += 1  # runs only while JAX traces, so the counter counts compilations
+        self._compiles.count("decode")
         arrays: DecodeArrays = sent if form is None else unpack(sent, form)
         rows, used, known = len(arrays.left), arrays.left > 0, arrays.source < 0
         row = jnp.maximum(arrays.source, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -23,6 +24,15 @@ class ProgramCounts(Counter[str]):
 
     The announcement is a line in the log at INFO. A terminal shows it without a log too.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()  # the warm-up traces in several threads
+
+    def count(self, name: str) -> None:
+        """Count a program. A function that JAX traces calls it: it runs only while JAX traces."""
+        with self._lock:
+            self[name] += 1
 
     def jit(
         self,
@@ -46,7 +56,7 @@ class ProgramCounts(Counter[str]):
 
         @wraps(function)
         def traced(*args: Any, **static: Any) -> Any:
-            self[name] += 1  # runs only while JAX traces, so the counter counts compilations
+            self.count(name)
             return function(*args, **static)
 
         return jax.jit(shards.map(traced, inputs, outputs), **options)

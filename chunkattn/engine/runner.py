@@ -369,7 +369,7 @@ class Runner(RowReader):
     def _trace_counted(
         self, params: Params, caches: list[Any], stacks: Stacks, sent: Any, *, form: Form | None, backend: str | None
     ) -> Any:
-        self.compiles[backend or "step"] += 1  # runs only while JAX traces, so the counter counts compilations
+        self.compiles.count(backend or "step")
         inputs = sent if form is None else unpack(sent, form)
         return self._trace_step(params, caches, stacks, *inputs, backend=backend)
 

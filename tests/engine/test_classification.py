@@ -234,6 +234,6 @@ def test_logits_that_are_not_finite_fail_their_call(classifier):
     for name, items in (("embed_tokens", [[9], [BAD]]), ("score", [[9]])):
         assert one.llm.reset_prefix_cache()
         with damaged(one.llm.core, name, np.nan, row=1 if name == "score" else BAD), pytest.raises(NonFiniteError):
-            one.llm.score([1, 2], items)
+            one.llm.score([1, 2], items, algorithm="packed_segment")  # in one step, whatever the machine is fast at
         assert not [*one.llm.core.scheduler.trie.blocks()]
     np.testing.assert_allclose(one.llm.score([1, 2], [[9], [BAD]]).logits, one.logits([1, 2], [[9], [BAD]]), atol=1e-4)
