@@ -210,6 +210,7 @@ class HeadInputs(NamedTuple):
         sin: float32 `[T, 1, D / 2]`.
         epsilon: value added to the mean squares.
         dtype: dtype of the model, which queries, keys and values are rounded to.
+        is_rounded: whether `q`, `k` and `v` hold values of `dtype` alone.
     """
 
     q: Queries
@@ -221,6 +222,7 @@ class HeadInputs(NamedTuple):
     sin: Float[Array, "T 1 half"]
     epsilon: float
     dtype: jnp.dtype
+    is_rounded: bool = False
 
 
 class AttentionBackend(ABC):
@@ -253,7 +255,7 @@ class AttentionBackend(ABC):
     weighs: ClassVar[bool] = False
     any_table_width: bool = False
     narrowest_table: ClassVar[int] = 32
-    prepares_heads: ClassVar[bool] = False
+    prepares_heads: bool = False
     advances: bool = False
     heads_first: ClassVar[bool] = False
     checked_by_auto: ClassVar[bool] = False

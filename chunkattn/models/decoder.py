@@ -150,7 +150,8 @@ class Decoder:
         """Return the output of an attention layer, float32 `[T, hidden]`, from an input `[T, hidden]`."""
         q, k, v, gate = self._heads(spec, x, name)
         if attend_inputs is not None and rotary is not None and spec.is_plain:
-            out = attend_inputs(HeadInputs(q, k, v, *self._scales(spec, name), *rotary, self.spec.norm_eps, self.dtype))
+            options = (self.spec.norm_eps, self.dtype, self._are_rounded(spec, name))
+            out = attend_inputs(HeadInputs(q, k, v, *self._scales(spec, name), *rotary, *options))
         else:
             out = attend(*self._prepared(spec, name, q, k, v, rotary, growth))
         if gate is not None:
@@ -177,6 +178,12 @@ class Decoder:
             q, k = (self._norm(y, f"{name}{part}_norm") for y, part in ((q, "q"), (k, "k")))
         q, k, v = (product.reshape(len(x), -1, spec.head_dim) for product in (q, k, v))
         return q, k, v, gate
+
+    def _are_rounded(self, spec: Attention, name: str) -> bool:
+        """Return whether `_heads` returns values of the model's dtype alone: those of `multiply_rounded`."""
+        joined = self.weights.get(joined_name([f"{name}{part}_proj" for part in "qkv"]))
+        changed = spec.qkv_bias or spec.qk_norm == "whole" or self.adapters is not None
+        return joined is not None and not changed and self.dtype == jnp.bfloat16 == unpacked(joined).dtype
 
     def _scales(self, spec: Attention, name: str) -> tuple[jax.Array | None, jax.Array | None]:
         """Return the factors of the norms of each query and key head, if there are such norms."""

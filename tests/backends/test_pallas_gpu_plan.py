@@ -193,7 +193,7 @@ def test_items_hold_every_visible_slot_of_every_row_once(head_dim, window, weigh
                         warpgroup, place = divmod(token, shape.tokens)
                         folded = item[walk.START] + 64 * warpgroup + place * backend.groups
                         assert work.source[folded : folded + 2].tolist() == [2 * row, 2 * row + 1]
-                        assert name == "blocks" or work.place[row] == folded
+                        assert work.folded[row] == folded
                         seen = mask[warpgroup * 64 + place * backend.groups]
                         assert not (whole & visited & ~seen).any()
                         present = valid[batch.row_seq[row]].ravel() if window is not None else True

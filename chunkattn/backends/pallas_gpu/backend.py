@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +20,7 @@ from chunkattn.backends.base import (
     AttentionBackend,
     AttentionBatch,
     AttentionSpec,
+    HeadInputs,
     KVCache,
     Queries,
     StepArray,
@@ -37,6 +39,7 @@ from chunkattn.backends.pallas_gpu.plan import (
     plan_blocks,
     plan_tiles,
 )
+from chunkattn.backends.pallas_gpu.prepare import Places, prepare_inputs
 from chunkattn.backends.pallas_gpu.products import ROWS
 from chunkattn.backends.pallas_gpu.run import Run, run_work
 from chunkattn.backends.pallas_gpu.shape import UNIT, Shape, shape_for
@@ -67,6 +70,18 @@ class Works(NamedTuple):
     tiles: Work | None
     blocks: Work | None
     decodes: Work | None
+
+    def map(self, fold: Callable[[Work], Float[Array, "Hkv R D"]]) -> Folded:
+        """Return the work items, each with the folded queries that `fold` returns."""
+        return Folded(*(None if work is None else (work, fold(work)) for work in self))
+
+
+class Folded(NamedTuple):
+    """Work items of a step and their folded queries, see `Works`."""
+
+    tiles: tuple[Work, Float[Array, "Hkv R D"]] | None
+    blocks: tuple[Work, Float[Array, "Hkv R D"]] | None
+    decodes: tuple[Work, Float[Array, "Hkv R D"]] | None
 
 
 class GpuMetadata(NamedTuple):
@@ -160,6 +175,11 @@ class PallasGpuBackend(AttentionBackend):
     def advances(self) -> bool:  # type: ignore[override]
         """Return whether `advance` works: rows of a run are split over their slots, which `batch_invariant` does not allow."""
         return not self.batch_invariant
+
+    @property
+    def prepares_heads(self) -> bool:  # type: ignore[override]
+        """Return whether `forward_inputs` works: its kernel writes pools of the model's dtype."""
+        return self.spec.cache_dtype != FP8
 
     @property
     def groups(self) -> int:
@@ -258,42 +278,79 @@ class PallasGpuBackend(AttentionBackend):
         self, q: Queries, k: KV, v: KV, cache: KVCache, metadata: GpuMetadata, *, scale: float, window: int | None = None
     ) -> tuple[Queries, KVCache]:
         """Write, then attend; see `AttentionBackend.forward`."""
-        interpret = self.interpret
-        if interpret is None:
-            on_gpu = jax.default_backend() == "gpu"
-            interpret = False if on_gpu else plgpu.InterpretGPUParams()  # type: ignore[attr-defined, unused-ignore]  # JAX 0.11
         kept = self.spec.cache_dtype
         cache = tuple(_write(pool, to_cache(rows, kept), metadata.flat_slots) for pool, rows in zip(cache, (k, v)))
-        keys, values = (jax.lax.bitcast_convert_type(pool, kept) for pool in cache)
 
-        def run(work: Work, holes: Int32[Array, "S tiles"] | None, shape: Shape) -> Any:
+        def fold(work: Work) -> Float[Array, "Hkv R D"]:
+            return _fold(q, self.groups) if work.source is None else _folded(q, work.source, self.groups)
+
+        works = metadata.works(self._windows, window).map(fold)
+        return self._attend(works, len(q), cache, metadata, scale=scale, window=window), cache
+
+    def forward_inputs(
+        self, heads: HeadInputs, cache: KVCache, metadata: GpuMetadata, *, scale: float
+    ) -> tuple[Queries, KVCache]:
+        """Prepare heads and write in one kernel, then attend; see `AttentionBackend.forward_inputs`."""
+        slots, works = metadata.flat_slots, metadata.works(self._windows, None)
+        used = [work for work in works if work is not None]
+
+        def place(work: Work) -> Int32[Array, " T"]:
+            return jnp.where(slots < 0, -1, UNIT * np.arange(len(slots))) if work.folded is None else work.folded
+
+        folded, cache = prepare_inputs(
+            heads,
+            Places(slots, tuple(place(work) for work in used)),
+            cache,
+            tuple(UNIT * len(slots) if work.source is None else len(work.source) for work in used),
+            interpret=self._interpret,
+        )
+        of = iter(folded)
+        return self._attend(works.map(lambda _: next(of)), len(slots), cache, metadata, scale=scale), cache
+
+    @property
+    def _interpret(self) -> Any:
+        """Return the argument of `plgpu.kernel` on this machine."""
+        if self.interpret is not None:
+            return self.interpret
+        on_gpu = jax.default_backend() == "gpu"
+        return False if on_gpu else plgpu.InterpretGPUParams()  # type: ignore[attr-defined, unused-ignore]  # JAX 0.11
+
+    def _attend(
+        self, folded: Folded, rows: int, cache: KVCache, metadata: GpuMetadata, *, scale: float, window: int | None = None
+    ) -> Float[Array, "T H D"]:
+        """Return the attention of folded queries over a written cache, for so many rows of the batch."""
+        keys, values = (jax.lax.bitcast_convert_type(pool, self.spec.cache_dtype) for pool in cache)
+        shifts = None if window is None else metadata.shifts
+
+        def run(one: tuple[Work, Float[Array, "Hkv R D"]], holes: Int32[Array, "S tiles"] | None, shape: Shape) -> Any:
+            work, q = one
             num_items, factors = (work.splits.num_items, work.splits.factors) if work.splits else (None, None)
-            shifts = None if window is None else metadata.shifts
             assert holes is not None
             bounds = (work.items, num_items, factors, work.rows, work.visits, metadata.table, shifts, holes)
-            rows = _fold(q, self.groups) if work.source is None else _folded(q, work.source, self.groups)
-            return attend(*bounds, rows, keys, values, replace(shape, window=window), scale=scale, interpret=interpret)
+            return attend(*bounds, q, keys, values, replace(shape, window=window), scale=scale, interpret=self._interpret)
 
-        def run_states(work: Work, shape: Shape, rows: Rows | int) -> Float[Array, "n H D"]:
-            states, splits = run(work, metadata.state_holes, shape), work.splits
-            assert splits is not None
-            return _by_token(combine(states, splits.kinds, splits.scale, rows).astype(q.dtype))
+        def run_states(one: tuple[Work, Float[Array, "Hkv R D"]], shape: Shape, rows: Rows | int) -> Float[Array, "n H D"]:
+            states, (work, q) = run(one, metadata.state_holes, shape), one
+            assert work.splits is not None
+            return _by_token(combine(states, work.splits.kinds, work.splits.scale, rows).astype(q.dtype))
 
-        works, head = metadata.works(self._windows, window), np.arange(self.groups)
-        if (decodes := works.decodes) is not None:
-            found = run_states(decodes, self.decode_shape, self.groups)
-            return jnp.pad(found, ((0, len(q) - len(found)), (0, 0), (0, 0))), cache
-        out = jnp.zeros_like(q)
-        if (tiles := works.tiles) is not None:
-            assert tiles.place is not None
-            found = run(tiles, metadata.tile_holes, self.tile_shape)[:, jnp.maximum(tiles.place, 0)[:, None] + head]
-            out = jnp.where((tiles.place >= 0)[:, None, None], _by_token(found), out)
-        if (blocks := works.blocks) is not None:
-            assert blocks.place is not None
-            block, token = jnp.divmod(jnp.maximum(blocks.place, 0), self.block_shape.block_tokens)
-            found = run_states(blocks, self.block_shape, Rows(block, token[:, None] * self.groups + head))
-            out = jnp.where((blocks.place >= 0)[:, None, None], found, out)
-        return out, cache
+        head = np.arange(self.groups)
+        if folded.decodes is not None:
+            found = run_states(folded.decodes, self.decode_shape, self.groups)
+            return jnp.pad(found, ((0, rows - len(found)), (0, 0), (0, 0)))
+        out: jax.Array | float = 0
+        if folded.tiles is not None:
+            place = folded.tiles[0].folded
+            assert place is not None
+            found = run(folded.tiles, metadata.tile_holes, self.tile_shape)[:, jnp.maximum(place, 0)[:, None] + head]
+            out = jnp.where((place >= 0)[:, None, None], _by_token(found), out)
+        if folded.blocks is not None:
+            place = folded.blocks[0].place
+            assert place is not None
+            block, token = jnp.divmod(jnp.maximum(place, 0), self.block_shape.block_tokens)
+            found = run_states(folded.blocks, self.block_shape, Rows(block, token[:, None] * self.groups + head))
+            out = jnp.where((place >= 0)[:, None, None], found, out)
+        return out
 
 
 def _shifts(

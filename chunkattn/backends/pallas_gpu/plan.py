@@ -34,14 +34,15 @@ class Work(NamedTuple):
         rows: bounds of each row of a block, see `kernel.attend`; None for decodes.
         visits: KV tiles that each block visits, see `windows.Visits`; None without a window.
         source: see `Layout`; None if block `i` holds row `i` alone.
-        place: of tiles, see `Layout`; else of each row of the batch, block times tokens of a block plus place in the block, or
-            -1. None with `source`.
+        folded: `Layout.place`; None with `source`.
+        place: `Layout.token`; None for tiles, and with `source`.
         splits: further facts of items that end in states; None for tiles.
     """
 
     items: Int32[StepArray, "I fields"]
     rows: Int32[StepArray, "E fields warpgroups 64"] | None
     source: Int32[StepArray, " R"] | None
+    folded: Int32[StepArray, " T"] | None
     place: Int32[StepArray, " T"] | None
     splits: Splits | None = None
     visits: Int32[StepArray, "E N"] | None = None
@@ -104,7 +105,7 @@ def plan_tiles(batch: AttentionBatch, runs: Tiles, shape: Shape, near: Near | No
     items, rows = _items(batch, tiles, shape, layout.start), _bounds(batch, tiles, shape, near)
     items, found = _near(items, batch, tiles, shape, near)
     items, listed = _visit(items, found, bound)
-    return Work(pad(items, bound), pad(rows, bound), layout.source, layout.place, visits=listed)
+    return Work(pad(items, bound), pad(rows, bound), layout.source, layout.place, None, visits=listed)
 
 
 def plan_blocks(
@@ -134,7 +135,7 @@ def plan_blocks(
     items, splits = split_items(base, batch, weighing, tiles, shape, most_splits, most, bound)
     items, listed = _visit(items, found, bound)
     rows = pad(_bounds(batch, tiles, shape, near), bound)
-    return Work(items, rows, layout.source, layout.token, splits, listed)
+    return Work(items, rows, layout.source, layout.place, layout.token, splits, listed)
 
 
 def decode_states(weighs: bool, *, windowed: bool) -> int:

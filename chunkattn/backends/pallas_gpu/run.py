@@ -159,7 +159,7 @@ def run_work(run: Run, slots: Int32[Array, " T"], used: Bool[Array, " T"], shape
         factors = jnp.where(in_use, factor[of_row, of_place], 0)
         scale = jnp.where(used, weighing.scale, 0)
     listed = None if visits is None else jnp.where(used[:, None], visits.tiles, 0)
-    return Work(items, None, None, None, Splits(stops[-1:], kinds, factors, scale), listed)
+    return Work(items, None, None, None, None, Splits(stops[-1:], kinds, factors, scale), listed)
 
 
 def _ranges(
