@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import reduce
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
 from chunkattn.backends.pallas_gpu.kernel import LEAST, States
@@ -40,30 +42,33 @@ def combine(
     """
     blocks, most = kinds.shape
     if isinstance(rows, int):
-        of_rows = [x.reshape(x.shape[0], blocks, most, *x.shape[2:])[:, :, :, :rows] for x in states]
+
+        def of_rows(x: jax.Array, number: int) -> jax.Array:
+            return x.reshape(x.shape[0], blocks, most, *x.shape[2:])[:, :, number, :rows]
     else:
-        place = rows.block[:, None] * most + np.arange(most)
-        index = place[..., None] * states.values.shape[2] + rows.row[:, None]
-        of_rows = [x.reshape(x.shape[0], -1, *x.shape[3:])[:, index] for x in states]
-        kinds, scale = kinds[rows.block], None if scale is None else scale[rows.block]
-    values, *sums = of_rows
-    by_lane = States(values, *(jnp.broadcast_to(x[..., None], values.shape) for x in sums))
+        block, row = rows
+        kinds, scale = kinds[block], None if scale is None else scale[block]
+
+        def of_rows(x: jax.Array, number: int) -> jax.Array:
+            return x[:, (block * most + number)[:, None], row]
+
+    found = [States(*(of_rows(x, number) for x in states)) for number in range(most)]
+    by_lane = [States(values, *(jnp.broadcast_to(x[..., None], values.shape) for x in sums)) for values, *sums in found]
     if scale is None:
         return _finish(_merge(by_lane, kinds != UNUSED))
     chunks = _as_one_slot(_merge(by_lane, kinds == CHUNK), scale)
     return _finish(_add(chunks, _merge(by_lane, kinds == REST)))
 
 
-def _merge(states: States, used: Bool[Array, "n K"]) -> States:
-    """Merge the `K` states of each row, `[Hkv, n, K, groups, D]` by lane; those not used have seen nothing.
+def _merge(states: Sequence[States], used: Bool[Array, "n K"]) -> States:
+    """Merge the `K` states of each row, each `[Hkv, n, groups, D]` by lane; those not used have seen nothing.
 
-    XLA makes one kernel of it, as no value is used twice.
+    XLA makes one kernel of `combine`. It would make two of it with a reduction over `K`.
     """
-    kept = used[None, :, :, None, None]
     nothing = (np.float32(0), np.float32(LEAST), np.float32(0))
-    seen = tuple(jnp.where(kept, x, none) for x, none in zip(states, nothing))
-    merged = lax.reduce(seen, nothing, lambda one, other: tuple(_add(States(*one), States(*other))), (2,))
-    return States(*merged)
+    kept = (used[None, :, number, None, None] for number in range(len(states)))
+    seen = [States(*(jnp.where(use, x, none) for x, none in zip(state, nothing))) for use, state in zip(kept, states)]
+    return reduce(_add, seen)
 
 
 def _add(one: States, other: States) -> States:
