@@ -77,7 +77,7 @@ def planned(backend: PallasGpuBackend, batch: AttentionBatch, window: int | None
     base, found = plan._near(plan._items(batch, runs, shape, start), batch, runs, shape, near)
     items, splits = split_items(base, batch, weighing, runs, shape, plan.MOST_SPLITS, most, len(batch.row_seq))
     items, listed = plan._visit(items, found, len(batch.row_seq))
-    return plan.Work(items, None, None, None, splits, listed)
+    return plan.Work(items, None, None, None, None, splits, listed)
 
 
 def assert_same(ours: plan.Work, theirs: plan.Work) -> None:

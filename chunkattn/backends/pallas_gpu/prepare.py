@@ -255,7 +255,7 @@ def _run(gmem: _Gmem, smem: _Smem, sizes: Sizes, dtype: jnp.dtype) -> None:
         place = number % _BUFFERS
         plgpu.barrier_wait(smem.arrived.at[place])
         if number >= _BUFFERS:
-            plgpu.wait_smem_to_gmem(_BUFFERS - 1, wait_read_only=True)
+            wait_for_room()
         parts = _parts(smem.here.at[place], sizes, smem.here.dtype)
         scale = None if number == 1 else gmem.q_scale if number > 1 else gmem.k_scale
         if scale is not None:
@@ -271,6 +271,11 @@ def _run(gmem: _Gmem, smem: _Smem, sizes: Sizes, dtype: jnp.dtype) -> None:
             smem.there[place, :, lane : lane + x.shape[1]] = x.astype(dtype)
         send(number, to_pool((gmem.keys, gmem.values)[number]) if number < 2 else to_folded(number - 2))
     plgpu.wait_smem_to_gmem(0)
+
+
+def wait_for_room() -> None:
+    """Wait until the rows of all heads but the last have left shared memory."""
+    plgpu.wait_smem_to_gmem(_BUFFERS - 1, wait_read_only=True)
 
 
 Parts = dict[int, Any]
