@@ -31,11 +31,11 @@ COPY_SHARE = 0.85
 """Share of the card's rate of reads that a program with several kernels reaches."""
 LAUNCH_S = 1.3e-6
 """Seconds of a launch inside a CUDA graph."""
-LAUNCHES_A_LAYER, LAUNCHES_BESIDE = 15, 30
+LAUNCHES_A_LAYER, LAUNCHES_BESIDE = 10, 30
 """Launches of a layer, and of embedding, head and choice, in a run without draws."""
 STEP_ROWS = 2048
 """Rows of a step of a long prompt."""
-_ROW_BYTES = 167
+_ROW_BYTES = 112
 """Bytes that a row moves between the kernels of a layer, for each element of its hidden state."""
 _ITEM = 2
 """Bytes of a bfloat16."""

@@ -150,8 +150,8 @@ class Decoder:
         """Return the output of an attention layer, float32 `[T, hidden]`, from an input `[T, hidden]`."""
         q, k, v, gate = self._heads(spec, x, name)
         if attend_inputs is not None and rotary is not None and spec.is_plain:
-            options = (self.spec.norm_eps, self.dtype, self._are_rounded(spec, name))
-            out = attend_inputs(HeadInputs(q, k, v, *self._scales(spec, name), *rotary, *options))
+            scales, rounded = self._scales(spec, name), self._are_rounded(spec, name)
+            out = attend_inputs(HeadInputs(q, k, v, *scales, *rotary, self.spec.norm_eps, self.dtype, rounded))
         else:
             out = attend(*self._prepared(spec, name, q, k, v, rotary, growth))
         if gate is not None:

@@ -124,7 +124,7 @@ def test_an_h100s_decodes_are_predicted():
         kept = 596_049_920 * 2 + sequences * 149 * 28 * 2 * 8 * 128 * 2
         figure = found[f"decode {sequences}"]
         assert figure.floor == pytest.approx(sequences * 2.74e12 / kept, rel=1e-6)
-        assert figure.predicted == pytest.approx(sequences / (kept / 0.85 / 2.74e12 + 450 * 1.3e-6), rel=1e-6)
+        assert figure.predicted == pytest.approx(sequences / (kept / 0.85 / 2.74e12 + 310 * 1.3e-6), rel=1e-6)
 
 
 def test_bytes_of_weights_are_those_of_the_model():
@@ -155,7 +155,7 @@ def test_the_floor_of_other_work_is_the_longer_of_reads_and_products():
     layers = 28 * (1024 * (2 * 2048 + 2 * 1024) + 3 * 1024 * 3072)
     assert of.seconds(prompt)[0] == pytest.approx((2 * 20_000 * layers + 2 * 1024 * 151936) / 673e12)
     moved = 10 * of.weight_bytes + 167 * 1024 * 28 * 20_000
-    assert of.seconds(prompt)[1] == pytest.approx(of.seconds(prompt)[0] + moved / 0.85 / 2.74e12 + 10 * 450 * 1.3e-6)
+    assert of.seconds(prompt)[1] == pytest.approx(of.seconds(prompt)[0] + moved / 0.85 / 2.74e12 + 10 * 310 * 1.3e-6)
 
 
 @pytest.mark.parametrize("options", [["--rows", "0"], ["--rows", "65"], ["--calls", "0"], ["--settings", "fast"]])

@@ -338,7 +338,7 @@ class PallasGpuBackend(AttentionBackend):
         if folded.decodes is not None:
             found = run_states(folded.decodes, self.decode_shape, self.groups)
             return jnp.pad(found, ((0, rows - len(found)), (0, 0), (0, 0)))
-        out: jax.Array | float = 0
+        out = jnp.zeros((rows, self.spec.num_heads, self.spec.head_dim), self.spec.dtype)
         if folded.tiles is not None:
             place = folded.tiles[0].folded
             assert place is not None

@@ -150,8 +150,8 @@ def prepare(
     def entry(*refs: Any) -> None:
         products, tables, slots, *more = refs
         folded, more = more[: len(q)], more[len(q) :]
-        scales, more = (more[:2], more[2:]) if optional else ((None, None), more)
-        gmem = _Gmem(products, tables, slots, folded, *scales, *more[:2], more[2:])
+        q_scale, k_scale, keys, values = (more if optional else [None, None, *more])[:4]
+        gmem = _Gmem(products, tables, slots, folded, q_scale, k_scale, keys, values, refs[-len(q) :])
         pl.run_scoped(
             lambda *scratch: _run(gmem, _Smem(*scratch), sizes, dtype),
             *sizes.scratch(given, dtype),
@@ -189,7 +189,8 @@ def prepare_inputs(
     products = jnp.concatenate([x.reshape(rows, -1) for x in heads[:3]], axis=1)  # XLA finds the product of a joined weight
     products = products.astype(heads.dtype if heads.is_rounded else jnp.float32)
     tables = jnp.concatenate([heads.cos, heads.sin], axis=-1)[:, 0]
-    given = Heads(*(jnp.pad(x, ((0, missing), (0, 0))) for x in (products, tables)), heads.q_scale, heads.k_scale)
+    products, tables = (jnp.pad(x, ((0, missing), (0, 0))) for x in (products, tables))
+    given = Heads(products, tables, heads.q_scale, heads.k_scale)
     padded = Places(*jax.tree.map(lambda x: jnp.pad(x, (0, missing), constant_values=-1), places))
     kv_heads, block_size = cache[0].shape[1:3]
     block_rows = math.gcd(rows + missing, ROWS)
