@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from benchmarks.aot import MIB, LayerCase, compile_call
 from benchmarks.nvidia.hopper import BANDWIDTH, CLOCK, MULTIPROCESSORS, sharding
 from benchmarks.nvidia.kernels import SLOTS, Kernel, UnknownDump, forget_kernels, read_kernels
-from chunkattn.backends.base import FP8
+from chunkattn.backends.base import FP8, HeadInputs
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.shape import Shape
 
@@ -85,7 +85,7 @@ def grid() -> Iterator[Case]:
 
 
 def lower(case: Case, backend: PallasGpuBackend) -> jax.stages.Lowered:
-    """Lower the call of one layer; the pool is donated."""
+    """Lower the call of one layer, with the kernel that prepares heads if there is one; the pool is donated."""
 
     def there(x: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding())
@@ -97,19 +97,28 @@ def lower(case: Case, backend: PallasGpuBackend) -> jax.stages.Lowered:
     )
     cache = jax.tree.map(there, jax.eval_shape(lambda: backend.allocate(case.pages)))
 
-    def call(q: Any, k: Any, v: Any, cache: Any, metadata: Any) -> Any:
+    prepares = backend.prepares_heads and case.window is None
+    scale = jax.ShapeDtypeStruct((case.head_dim,), k.dtype)
+    table = jax.ShapeDtypeStruct((case.rows, 1, case.head_dim // 2), jnp.float32)
+
+    def call(heads: Any, cache: Any, metadata: Any) -> Any:
         if case.decodes:
             steps, used = jnp.ones(case.rows, jnp.int32), jnp.ones(case.rows, bool)
             metadata = backend.advance(metadata, steps, used)
-        return backend.forward(q, k, v, cache, metadata, scale=case.head_dim**-0.5, window=case.window)
+        if prepares:
+            inputs = HeadInputs(*heads, 1e-6, k.dtype, k.dtype == jnp.bfloat16)
+            return backend.forward_inputs(inputs, cache, metadata, scale=case.head_dim**-0.5)
+        return backend.forward(*heads, cache, metadata, scale=case.head_dim**-0.5, window=case.window)
 
-    return jax.jit(call, donate_argnums=3).lower(there(q), there(k), there(k), cache, metadata)
+    heads = (q, k, k, scale, scale, table, table) if prepares else (q, k, k)
+    return jax.jit(call, donate_argnums=1).lower(tuple(map(there, heads)), cache, metadata)
 
 
 def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
     """Compile a case and return the result for JSON.
 
-    `decode_copy_cycles` is the time in which `SLOTS` slots of K and V come from memory, where all multiprocessors copy.
+    `heads` are the kernels that prepare heads, none in layers with a window and with FP8 pages. `decode_copy_cycles` is the
+    time in which `SLOTS` slots of K and V come from memory, where all multiprocessors copy.
 
     Args:
         case: the case.
@@ -124,7 +133,8 @@ def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
     if not result["compiled"]:
         forget_kernels(dumps)
         return result
-    kernels = read_kernels(dumps)
+    found = read_kernels(dumps)
+    kernels, others = ([kernel for kernel in found if (kernel.products > 0) == multiplies] for multiplies in (True, False))
     shapes = {"decodes": backend.decode_shape}
     if not case.decodes:
         metadata, shapes = backend.build_metadata(case.batch()), {"tiles": backend.tile_shape, "blocks": backend.block_shape}
@@ -134,6 +144,7 @@ def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
     itemsize = case.spec.cache_dtype.itemsize
     return result | {
         "kernels": {name: facts(kernel, shape) for (name, shape), kernel in zip(shapes.items(), kernels, strict=True)},
+        "heads": [{"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} for kernel in others],
         "decode_copy_cycles": round(2 * itemsize * SLOTS * case.head_dim * MULTIPROCESSORS / BANDWIDTH * CLOCK),
     }
 
