@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec
+from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec, HeadInputs
 from chunkattn.backends.registry import get_backend, refusal
 from chunkattn.cache.slots import plan_slots
 from chunkattn.errors import BackendError
 from chunkattn.layout import ChunkLayout
 from chunkattn.rope.positions import make_layout
+from chunkattn.rope.rotary import apply_rotary
 from chunkattn.same_bits import Prompt, Row, SameBits, batch_of
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
@@ -23,6 +26,7 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2, "float16": 2e-3}
 _ROWS, _SEQS, _WIDTH = 96, 6, 16
 _DECODES, _RUN = 3, 24
 _STRETCH = 1024
+_EPSILON = 1e-6
 _MAX_VALUE = 3**0.5
 """Bound of random values, and so of outputs: variance 1, and two bfloat16 roundings stay within the tolerance."""
 
@@ -176,6 +180,36 @@ def _full_of_nan(pool: jax.Array) -> jax.Array:
     return jnp.full_like(pool, jnp.nan if is_float else np.iinfo(pool.dtype).max)
 
 
+def _heads(q: jax.Array, k: jax.Array, v: jax.Array) -> HeadInputs:
+    """Return heads with factors and angles that differ by lane and row."""
+    rows, _, size = q.shape
+    angles = np.outer(np.arange(rows), 1 / (1 + np.arange(size // 2)))[:, None].astype(np.float32)
+    factors = jnp.linspace(0.5, 1.5, size, dtype=jnp.float32)
+    q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
+    return HeadInputs(q32, k32, v32, factors, factors, jnp.cos(angles), jnp.sin(angles), _EPSILON, q.dtype, is_rounded=True)
+
+
+def _forward_inputs(backend: AttentionBackend, *arrays: Any, scale: float, window: int | None) -> Any:
+    """Call `forward_inputs` in place of `forward`."""
+    assert window is None
+    *heads, cache, metadata = arrays
+    return backend.forward_inputs(_heads(*heads), cache, metadata, scale=scale)
+
+
+def _forward_prepared(backend: AttentionBackend, *arrays: Any, scale: float, window: int | None) -> Any:
+    """Call `forward` with heads that are normalised and rotated."""
+    *given, cache, metadata = arrays
+    heads = _heads(*given)
+
+    def prepared(x: jax.Array, factors: jax.Array | None) -> jax.Array:
+        assert factors is not None
+        normed = x * jax.lax.rsqrt(jnp.square(x).mean(axis=-1, keepdims=True) + _EPSILON) * factors
+        return apply_rotary(normed, heads.cos, heads.sin).astype(heads.dtype)
+
+    q, k = prepared(heads.q, heads.q_scale), prepared(heads.k, heads.k_scale)
+    return backend.forward(q, k, given[2], cache, metadata, scale=scale, window=window)
+
+
 class Comparison:
     """Two backends that compute the same steps.
 
@@ -184,6 +218,7 @@ class Comparison:
         oracle: backend of the same spec whose results are right.
         rng: source of the random queries, keys and values.
         window: sliding window in positions; None for full attention.
+        inputs: whether `judged` normalises and rotates the heads itself, by `forward_inputs`.
 
     Attributes:
         stretch: float `[head_dim]` factors of keys and values. In FP8 one lane is far beyond the format's range; the inverse
@@ -191,10 +226,18 @@ class Comparison:
     """
 
     def __init__(
-        self, judged: AttentionBackend, oracle: AttentionBackend, rng: np.random.Generator, window: int | None
+        self,
+        judged: AttentionBackend,
+        oracle: AttentionBackend,
+        rng: np.random.Generator,
+        window: int | None,
+        *,
+        inputs: bool = False,
     ) -> None:
         self._spec, self._rng, self._window = judged.spec, rng, window
-        self._pair = [(b, jax.jit(b.forward, static_argnames=("scale", "window"))) for b in (judged, oracle)]
+        one, other = partial(_forward_inputs, judged), partial(_forward_prepared, oracle)
+        forwards = ((judged, one), (oracle, other)) if inputs else ((judged, judged.forward), (oracle, oracle.forward))
+        self._pair = [(b, jax.jit(forward, static_argnames=("scale", "window"))) for b, forward in forwards]
         self._advance = jax.jit(judged.advance)
         self.stretch = np.ones(judged.spec.head_dim)
         self.stretch[0] = _STRETCH if judged.spec.cache_dtype == FP8 else 1

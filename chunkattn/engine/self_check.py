@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from dataclasses import replace
+from itertools import product
 
 import jax
 import numpy as np
@@ -79,10 +80,14 @@ def compare(backend: AttentionBackend, *, weighs: bool, batch_invariant: bool) -
         one = replace(spec, windows=(shown,))
         judged = type(backend)(one)
         judged.batch_invariant = batch_invariant
-        pair = Comparison(judged, make_backend("xla", one, weighs=weighs), np.random.default_rng(0), shown)
-        for kind in [*kinds, "weighed question"] if weighs and window is None else kinds:
-            steps = _steps(kind, spec.block_size, weighs=weighs, windowed=spec.windowed)
+        oracle = make_backend("xla", one, weighs=weighs)
+        whole = [*kinds, "weighed question"] if weighs and window is None else kinds
+        ways = (False, True) if judged.prepares_heads and window is None else (False,)
+        pairs = {inputs: Comparison(judged, oracle, np.random.default_rng(0), shown, inputs=inputs) for inputs in ways}
+        for (inputs, pair), kind in product(pairs.items(), whole):
             name = kind if window is None else f"{kind} within a window of {shown} tokens"
+            name += " from products" * inputs
+            steps = _steps(kind, spec.block_size, weighs=weighs, windowed=spec.windowed)
             try:
                 differences = list(pair.differences(steps))
             except Exception as error:  # a compiler and a device may raise anything
