@@ -117,7 +117,7 @@ def lower(case: Case, backend: PallasGpuBackend) -> jax.stages.Lowered:
 def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
     """Compile a case and return the result for JSON.
 
-    `heads` are the kernels that prepare heads, none in layers with a window and with FP8 pages. `decode_copy_cycles` is the
+    `preparing` are the kernels that prepare heads, none in layers with a window and with FP8 pages. `decode_copy_cycles` is the
     time in which `SLOTS` slots of K and V come from memory, where all multiprocessors copy.
 
     Args:
@@ -144,7 +144,7 @@ def compile_case(case: Case, dumps: Path) -> dict[str, Any]:
     itemsize = case.spec.cache_dtype.itemsize
     return result | {
         "kernels": {name: facts(kernel, shape) for (name, shape), kernel in zip(shapes.items(), kernels, strict=True)},
-        "heads": [{"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} for kernel in others],
+        "preparing": [{"registers": kernel.registers, "spill_bytes": kernel.spill_bytes} for kernel in others],
         "decode_copy_cycles": round(2 * itemsize * SLOTS * case.head_dim * MULTIPROCESSORS / BANDWIDTH * CLOCK),
     }
 

@@ -71,7 +71,7 @@ def check_kernels(cases):
             assert kernel["shared_bytes"] <= SHARED_MEMORY_BYTES, (told, name, kernel)
             assert kernel["products"] == [kernel["products_needed"]], (told, name, kernel)
         prepares = case["kv_dtype"] is None and case["window"] is None
-        assert [kernel["spill_bytes"] for kernel in case["heads"]] == [0] * prepares, (told, case["heads"])
+        assert [kernel["spill_bytes"] for kernel in case["preparing"]] == [0] * prepares, (told, case["preparing"])
         assert case["aliased_mib"] == case["pool_mib"], told
         # A copy of the pool would be as large as the pool. Small pools show nothing: a step needs some room of its own, and
         # more for the states of weighed rows.
