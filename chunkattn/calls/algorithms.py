@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, chain
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -22,7 +21,8 @@ from chunkattn.engine.rates import TILE_ROWS, TILE_SLOTS
 from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.errors import ConfigError, RequestError
 from chunkattn.layout import ChunkLayout, Names
-from chunkattn.rope.positions import make_layout
+from chunkattn.parsers.token_lists import TokenLists
+from chunkattn.rope.positions import lay_out, make_layout
 
 EQUAL = 1.01
 """Costs within this factor count as equal; the first of `AUTO` then wins."""
@@ -114,15 +114,14 @@ class ScoreInputs:
         return np.asarray(self.before, np.int32)
 
     @cached_property
-    def item_ids(self) -> list[Int32[np.ndarray, " T"]]:
-        """Return the token ids of each item as arrays."""
-        lens = [len(item) for item in self.items]
-        return [self.flat_ids[end - size : end] for size, end in zip(lens, accumulate(lens))]
+    def listed(self) -> TokenLists:
+        """Return the token ids of each item."""
+        return TokenLists.of(self.items)
 
-    @cached_property
-    def flat_ids(self) -> Int32[np.ndarray, " T"]:
-        """Return the token ids of all items in one array."""
-        return np.fromiter(chain.from_iterable(self.items), np.int32, sum(map(len, self.items)))
+    @property
+    def lens(self) -> list[int]:
+        """Return the number of tokens of each item."""
+        return self.listed.lens
 
     @property
     def unit(self) -> int:
@@ -158,10 +157,10 @@ class ScoreInputs:
         """Return the number of tokens that each algorithm computes, by name."""
         query = self.query_len
         if self.documents is not None:
-            return {"prefill_extend": query + sum(map(len, self.items))}
+            return {"prefill_extend": query + sum(self.lens)}
         labels = self.labels or [()] * len(self.items)
-        different = dict.fromkeys((tuple(item), read) for item, read in zip(self.items, labels, strict=True))
-        items = [len(item) for item, _ in different]  # items repeated with their labels are scored once
+        different = dict(zip(zip(self.listed.encoded, labels, strict=True), self.lens, strict=True))
+        items = [*different.values()]  # items repeated with their labels are scored once
         total = sum(items)
 
         # An empty item makes `prefill_extend` compute the query's end again.
@@ -221,10 +220,12 @@ def _packs(
         places: places of the items.
         cut: cuts lengths of items into ranges, see `groups`.
     """
-    for first, last in cut([len(call.items[place]) for place in places]):
+    of_places = [call.lens[place] for place in places]
+    for first, last in cut(of_places):
         # Every item starts at the query's length, as if it were alone, regardless of the engine's position strategy.
         packed = places[first:last]
-        layout = make_layout(call.prefix_ids, [call.item_ids[place] for place in packed], [], "shared")
+        token_ids = np.concatenate([call.prefix_ids, call.listed.joined(packed)])
+        layout = lay_out(token_ids, len(call.before), tuple(of_places[first:last]), 0, "shared")
         lens = np.asarray(layout.chunk_lens, np.int64)
         ends = layout.prefix_len + np.cumsum(lens) * (lens > 0)
         if call.reads or call.backs:
@@ -287,7 +288,7 @@ def predict(call: ScoreInputs, rates: StepRates, steps: StepSizes) -> tuple[dict
         rates: the engine's rates.
         steps: sizes of the engine's steps.
     """
-    query, lens = call.query_len, [len(item) for item in call.items]
+    query, lens = call.query_len, call.lens
 
     def seconds(rows: Sequence[int], area: float) -> float:
         """Return the time in seconds of parts that run one at a time.
@@ -361,7 +362,7 @@ def refusals(call: ScoreInputs, *, caching: bool, backends: Mapping[str, tuple[s
         refused |= dict.fromkeys(PACKED, turned)
     if not caching:
         refused["prefill_extend"] = f"it keeps the {first} in the cache, and this engine has enable_prefix_caching=False"
-    item = max(map(len, call.items), default=0)
+    item = max(call.lens, default=0)
     longest = call.query_len + item
     if item > call.max_extend_tokens:
         refused.setdefault(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -292,17 +292,16 @@ class ScoreCall(ScoreInputs):
 
     def query_request(self) -> PrecomputeRequest:
         """Return the request that computes the query."""
-        layout, name = make_layout(self.before, [], []), self._frontend.new_id()
+        layout, name = make_layout(self.prefix_ids, [], []), self._frontend.new_id()
         return PrecomputeRequest(name, layout, self._salt_key, persist=self.item_first, priority=self.priority)
 
     def _keep(self, result: ScoreResult, places: Sequence[int]) -> None:
         """Keep the values of some items, one row for each token that is read of them."""
         self._computed += result.computed
         self._memory.rates = result.rates
-        if not self._readers and not self.reads and len({len(self.labels[place]) for place in places if self.labels}) < 2:
-            values = result.logprobs.copy()  # one row an item; a view would keep the rows of a whole step
-            self._values.update(zip(places, values, strict=True))
-            self._memory.results.put_all([self._keys[place] for place in places], values)
+        if self._is_uniform:
+            kept = self._memory.results.put_all([self._keys[place] for place in places], result.logprobs)
+            self._values.update(zip(places, kept, strict=True))
             self.done += len(places)
             return
         rows: dict[int, list[np.ndarray]] = {}
@@ -321,15 +320,14 @@ class ScoreCall(ScoreInputs):
 
     def result(self) -> ScoreOutput:
         """Return the scores, after the flow has ended."""
-        values: list[list[float]] = [[]] * len(self._first)
-        scores, by_size = values.copy(), dict[int, list[int]]()
-        for number, place in enumerate(self._first):
-            by_size.setdefault(len(self._values[place]), []).append(number)
+        rows = [*map(self._values.__getitem__, self._first)]
+        values: list[list[float]] = [[]] * len(rows)
+        scores = values.copy()
         # Padding would change the order in which a softmax adds, so rows of one length form an array.
-        for numbers in by_size.values():
-            rows = np.concatenate([self._values[self._first[number]] for number in numbers]).astype(np.float64)
-            rows = rows.reshape(len(numbers), -1)
-            for number, row, score in zip(numbers, rows.tolist(), self._scores(rows).tolist(), strict=True):
+        for size in {*map(len, rows)}:
+            numbers = [number for number, row in enumerate(rows) if len(row) == size]
+            array = np.concatenate([rows[number] for number in numbers]).astype(np.float64).reshape(-1, size)
+            for number, row, score in zip(numbers, array.tolist(), self._scores(array).tolist(), strict=True):
                 values[number], scores[number] = row, score
         is_logits = self._is_logits
         return ScoreOutput(
@@ -340,6 +338,11 @@ class ScoreCall(ScoreInputs):
             predicted_seconds=self.choice[1],
             usage=self._usage(),
         )
+
+    @cached_property
+    def _is_uniform(self) -> bool:
+        """Return whether one token is read of every item, with as many values."""
+        return not self._readers and not self.reads and len({*map(len, self.labels)}) < 2
 
     @property
     def _is_logits(self) -> bool:
@@ -355,7 +358,7 @@ class ScoreCall(ScoreInputs):
 
     def _usage(self) -> ScoreUsage:
         """Return the token counts. Tokens of repeated and known items are cached; so is a query that no item needed."""
-        lens = [len(item) for item in self.items]
+        lens = self.lens
         spared = sum(lens) - sum(lens[place] for place in self._open)
         total = self.query_len + sum(lens)
         if self.documents is not None:

@@ -21,6 +21,7 @@ from chunkattn.layout import Names
 from chunkattn.outputs import ScoreOutput
 from chunkattn.parsers.arguments import as_list, check_ids, is_list, plain_ids
 from chunkattn.parsers.delimited import check_no_delimiter, parse_delimited
+from chunkattn.parsers.token_lists import TokenLists
 
 Query = str | Sequence[int]
 Items = Sequence[str] | Sequence[Sequence[int]]
@@ -88,12 +89,13 @@ def score_call(
     """
     names = ITEMS if packed_ids is None else PACKED
     lists_of = read_labels(frontend, labels, label_token_ids)
-    known: dict[int, list[list[int]]] = {}
+    known: dict[int, TokenLists] = {}
 
-    def read(one: Any, listed: Any) -> tuple[list[int], list[int], list[list[int]]]:
+    def read(one: Any, listed: Any) -> tuple[list[int], list[int], TokenLists]:
         """Return the leading special tokens, and the token ids of the query and of each item."""
         if packed_ids is not None:
-            leading, (query_ids, item_ids) = list[int](), _packed(frontend, one, listed, packed_ids)
+            leading, (query_ids, item_lists) = list[int](), _packed(frontend, one, listed, packed_ids)
+            item_ids = TokenLists.of(item_lists)
         else:
             leading, query_ids, item_ids = _tokenized(frontend, one, listed, known)
             if (delimiter := frontend.config.multi_item_scoring_delimiter) is not None:
@@ -151,8 +153,8 @@ def _packed(frontend: Frontend, query: Any, items: Any, packed_ids: Sequence[int
 
 
 def _tokenized(
-    frontend: Frontend, query: Any, items: Any, known: dict[int, list[list[int]]]
-) -> tuple[list[int], list[int], list[list[int]]]:
+    frontend: Frontend, query: Any, items: Any, known: dict[int, TokenLists]
+) -> tuple[list[int], list[int], TokenLists]:
     """Return the leading special tokens of text, the token ids of the query, and those of each item.
 
     Args:
@@ -174,7 +176,7 @@ def _tokenized(
     query_ids = read(query, "query", "query")
     if identity not in known:
         plain = plain_ids(items, frontend.parser.max_tokens) if kinds == {False} else None
-        known[identity] = plain or [read(item, name.format(i), "items") for i, item in enumerate(items)]
+        known[identity] = plain or TokenLists(read(item, name.format(i), "items") for i, item in enumerate(items))
     if not query_ids:
         raise RequestError("the query is empty", param="query")
     return frontend.parser.encode.leading_ids if kinds == {True} else [], query_ids, known[identity]

@@ -55,7 +55,7 @@ class ScoreJob(Generic[T]):
     @property
     def tokens(self) -> int:
         """Return the tokens of all queries and items, cached or not."""
-        return sum(call.query_len + sum(map(len, call.items)) for call in self._calls)
+        return sum(call.query_len + sum(call.lens) for call in self._calls)
 
     def flow(self) -> Flow[T]:
         """Look up the queries whose algorithm depends on it, and score the items. Small queries run together."""
@@ -81,7 +81,7 @@ class ScoreJob(Generic[T]):
             if not call.total:
                 continue
             alone = call.extends and call.is_whole and not call.item_first
-            held, more = (call.query_len + sum(map(len, call.items)), 0) if call.extends else (0, call.tokens()[call.choice[0]])
+            held, more = (call.query_len + sum(call.lens), 0) if call.extends else (0, call.tokens()[call.choice[0]])
             full = slots + held > call.max_batch_slots or tokens + more > self._most
             if group and (alone or was_alone or full):
                 yield group

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import compress
 from threading import Lock
 from typing import TypeVar
 
@@ -94,9 +94,9 @@ def digests(call: ScoreInputs, salt_key: str | None) -> tuple[bytes, bytes]:
     The digests omit the items' contents, because the contents of one item must not change the algorithm of other items.
     """
     digest = xxhash.xxh3_128(repr((salt_key, len(call.before))).encode())
-    digest.update(np.asarray(call.before, np.int64).tobytes())
+    digest.update(call.prefix_ids.tobytes())
     query = digest.digest()
-    digest.update(np.asarray([call.item_first, *map(len, call.items)], np.int64).tobytes())
+    digest.update(np.asarray([call.item_first, *call.lens], np.int64).tobytes())
     return query, digest.digest()
 
 
@@ -118,16 +118,14 @@ def item_keys(call: ScoreInputs, algorithm: str, salt_key: str | None, raw: bool
     # Either order makes the same sequences; `auto` may lay them out differently.
     form = (salt_key, (algorithm, call.item_first) if whole else None, raw, len(call.before), documents)
     shared = blake2b(repr(form).encode(), digest_size=32)
-    shared.update(np.asarray(call.before, np.int64).tobytes())
+    shared.update(call.prefix_ids.tobytes())
     if call.documents is not None:
         for part in (*call.documents.chunks, np.asarray(call.documents.state)):
             shared.update(np.asarray([len(part)], np.int64).tobytes())
             shared.update(np.asarray(part, np.int64).tobytes())
     labels = call.labels or [()] * len(call.items)
     lists = {ids: np.asarray([len(ids), *ids], np.int64).tobytes() for ids in {*labels}}
-    flat, ends = call.flat_ids.astype(np.int64).tobytes(), accumulate(8 * len(item) for item in call.items)
-    bounds = zip(call.items, ends, labels, strict=True)
-    items = [lists[ids] + flat[end - 8 * len(item) : end] for item, end, ids in bounds]
+    items = [lists[ids] + item for item, ids in zip(call.listed.encoded, labels, strict=True)]
     if call.reads:
         items = [np.asarray([-reads], np.int64).tobytes() + item for reads, item in zip(call.reads, items, strict=True)]
     if call.backs:
@@ -172,24 +170,30 @@ class ResultCache:
         """
         self.put_all([key], row[None])
 
-    def put_all(self, keys: Sequence[bytes], rows: Float32[np.ndarray, "N L"]) -> None:
+    def put_all(self, keys: Sequence[bytes], values: Float32[np.ndarray, "N L"]) -> list[Float32[np.ndarray, " L"]]:
         """Keep the results of items with as many labels, in order, except those that are not finite.
 
         Args:
             keys: key of each item.
-            rows: log-probabilities or logits of the labels, or class logits, of each item.
+            values: log-probabilities or logits of the labels, or class logits, of each item.
+
+        Returns:
+            The result of each item, an array of its own: a view would keep the whole batch.
         """
-        size = rows.shape[1] * rows.itemsize + _ENTRY_BYTES
+        rows = [row.copy() for row in values]
+        size = values.shape[1] * values.itemsize + _ENTRY_BYTES
         if not self.enabled or size > self._max_bytes:
-            return
+            return rows
+        finite = np.isfinite(values).all(1)
         with self._lock:
-            for key, row, finite in zip(keys, rows, np.isfinite(rows).all(1).tolist(), strict=True):
-                if finite and key not in self._rows:
-                    self._rows[key] = row.copy()  # a view would keep its whole batch
-                    self._bytes += size
-                while self._bytes > self._max_bytes:
-                    _, old = self._rows.popitem(last=False)
-                    self._bytes -= old.nbytes + _ENTRY_BYTES
+            before = len(self._rows)
+            for key, row in zip(compress(keys, finite), compress(rows, finite), strict=True):
+                self._rows.setdefault(key, row)
+            self._bytes += size * (len(self._rows) - before)
+            while self._bytes > self._max_bytes:
+                _, old = self._rows.popitem(last=False)
+                self._bytes -= old.nbytes + _ENTRY_BYTES
+        return rows
 
     def clear(self) -> None:
         """Forget all results."""

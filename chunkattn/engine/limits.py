@@ -18,6 +18,7 @@ from chunkattn.engine.messages import GenerateRequest, Message, ScoreRequest, St
 from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import PREFIX_ID, ChunkLayout, Names, Segment
+from chunkattn.parsers.token_lists import TokenLists
 
 ITEMS = Names("query", "items", "items", "item")
 """Names of the parts of `LLM.score`."""
@@ -167,9 +168,13 @@ class EngineLimits:
         """
         whole = "prefix" if chunks else names.prefix
         self.check_ids(prefix, names.prefix, whole, placed=False)  # the call may have put ids of its own before them
-        checked: list[Any] = [ids for ids in items if isinstance(ids, np.ndarray)]
-        listed = (ids for ids in items if not isinstance(ids, np.ndarray))
-        checked.append(np.fromiter(chain.from_iterable(listed), np.int64))
+        if isinstance(items, TokenLists):
+            checked: list[Any] = [items.flat]
+            lens = items.lens
+        else:
+            checked, lens = [ids for ids in items if isinstance(ids, np.ndarray)], [*map(len, items)]
+            listed = (ids for ids in items if not isinstance(ids, np.ndarray))
+            checked.append(np.fromiter(chain.from_iterable(listed), np.int64))
         known = all(not len(ids) or (ids.min() >= 0 and ids.max() < self.vocab_size) for ids in checked)
         for number, ids in enumerate(() if known else items):
             self.check_ids(ids, names.chunks, names.of(number), placed=chunks)
@@ -179,11 +184,11 @@ class EngineLimits:
             text = f" has {len(prefix)} tokens, {limit} allows {bounds[limit]}"
             raise CapacityError(text, param=names.prefix, part=whole)
         limit, room = self.room_behind(len(prefix), gap=gap, chunks=chunks)
-        number = next((n for n, item in enumerate(items) if item and len(item) > room), -1)
-        if number >= 0:
-            text = f" has {len(items[number])} tokens, {limit} is {room}"
+        if max(lens, default=0) > max(room, 0):
+            number = next(n for n, size in enumerate(lens) if size > max(room, 0))
+            text = f" has {lens[number]} tokens, {limit} is {room}"
             if limit != "max_chunk_len":
-                text = f" has {len(items[number])} tokens, {limit} leaves room for {max(room, 0)} behind the {whole}"
+                text = f" has {lens[number]} tokens, {limit} leaves room for {max(room, 0)} behind the {whole}"
             raise CapacityError(text, param=names.chunks, part=names.of(number))
 
     def room_behind(self, prefix: int, *, gap: int = 0, chunks: bool = False) -> tuple[str, int]:
@@ -374,7 +379,7 @@ class EngineLimits:
             text = f"state_len {state} needs share_prefix and a question of more tokens, got {layout.question_len}"
             raise RequestError(text, param="state_len")
         shared = layout.question_start + state if state else layout.prefix_len
-        first = int(min(message.rows, default=len(layout)))
+        first = int(np.min(message.rows, initial=len(layout)))
         if message.share_prefix and first < shared:
             text = f"row {first} lies in the {shared} tokens that other requests share: cached tokens have no logits"
             raise RequestError(text, param="rows")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,8 +26,8 @@ def buckets(smallest: int, largest: int, factor: int) -> tuple[int, ...]:
 
 
 def bucket_for(size: int, sizes: Sequence[int]) -> int:
-    """Return the smallest bucket that holds `size`."""
-    return next(s for s in sizes if s >= size)
+    """Return the smallest of ascending buckets that holds `size`."""
+    return sizes[bisect_left(sizes, size)]
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class StepSizes:
         (1024, 1600)
         """
         tokens = min(tokens, self.buckets[-1])
-        size = bucket_for(tokens, self.buckets)
-        return tokens if self._rows_of(tokens) == size else max(s for s in self.buckets if s < size)
+        place = bisect_left(self.buckets, tokens)
+        return tokens if self._rows_of(tokens) == self.buckets[place] else self.buckets[place - 1]
 
     def cut(self, tokens: int) -> list[int]:
         """Return the sizes of the steps that compute `tokens` tokens and nothing else.
@@ -85,6 +86,6 @@ class StepSizes:
 
     def _rows_of(self, tokens: int) -> int:
         """Return the rows that `tokens` take, padding included, and `step_rows` for every step but one."""
-        size = bucket_for(tokens, self.buckets)
-        smaller = max((s for s in self.buckets if s < size), default=0)
+        place = bisect_left(self.buckets, tokens)
+        size, smaller = self.buckets[place], self.buckets[place - 1] if place else 0
         return min(size, smaller + self.step_rows + self._rows_of(tokens - smaller)) if smaller else size

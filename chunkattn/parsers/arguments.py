@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from numbers import Integral
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 
 from chunkattn.adapter_salt import salted, split
 from chunkattn.errors import CapacityError, RequestError, shown
+from chunkattn.parsers.token_lists import TokenLists
 from chunkattn.sampling_params import MAX_SALT_CHARS
 
 
@@ -184,7 +186,7 @@ def check_ids(ids: Any, name: str, param: str = "prompt", *, most: int | None = 
     raise RequestError(f"[{index}] is not a token id: {got}", param=param, part=name)
 
 
-def plain_ids(lists: Sequence[Any], most: int | None) -> list[list[int]] | None:
+def plain_ids(lists: Sequence[Any], most: int | None) -> TokenLists | None:
     """Return copies of many lists of token ids that `check_ids` accepts, in a fraction of its time.
 
     Args:
@@ -196,10 +198,16 @@ def plain_ids(lists: Sequence[Any], most: int | None) -> list[list[int]] | None:
     """
     if set(map(type, lists)) != {list} or (most is not None and max(map(len, lists)) > most):
         return None
-    ids = [token for entry in lists for token in entry]
-    if not ids or set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 2**31:
+    ids = [*chain.from_iterable(lists)]
+    if not ids or set(map(type, ids)) != {int}:
         return None
-    return [entry.copy() for entry in lists]
+    try:
+        flat = np.fromiter(ids, np.int64, len(ids))
+    except OverflowError:
+        return None
+    if flat.min() < 0 or flat.max() >= 2**31:
+        return None
+    return TokenLists([entry.copy() for entry in lists], flat.astype(np.int32))
 
 
 def _is_integer(kind: type) -> bool:

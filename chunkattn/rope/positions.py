@@ -93,11 +93,31 @@ def make_layout(
         ConfigError: the strategy is unknown.
         CapacityError: a position exceeds int32.
     """
-    lens = tuple(len(c) for c in chunks)
-    return ChunkLayout(
-        token_ids=np.concatenate([np.asarray(p, np.int32) for p in (prefix, *chunks, question)]),
-        positions=get_strategy(strategy)(len(prefix), lens, len(question), gap),
-        prefix_len=len(prefix),
-        chunk_lens=lens,
-        question_len=len(question),
-    )
+    token_ids = np.concatenate([np.asarray(p, np.int32) for p in (prefix, *chunks, question)])
+    return lay_out(token_ids, len(prefix), tuple(map(len, chunks)), len(question), strategy, gap)
+
+
+def lay_out(
+    token_ids: np.ndarray,
+    prefix_len: int,
+    chunk_lens: tuple[int, ...],
+    question_len: int,
+    strategy: str = "shared",
+    gap: int = 0,
+) -> ChunkLayout:
+    """Return the layout of a prompt whose token ids are in one array.
+
+    Args:
+        token_ids: token ids of prefix, chunks and question in order, int32 `[T]`.
+        prefix_len: tokens of the prefix.
+        chunk_lens: tokens of each chunk.
+        question_len: tokens of the question.
+        strategy: see `make_layout`.
+        gap: see `make_layout`.
+
+    Raises:
+        ConfigError: the strategy is unknown.
+        CapacityError: a position exceeds int32.
+    """
+    positions = get_strategy(strategy)(prefix_len, chunk_lens, question_len, gap)
+    return ChunkLayout(token_ids, positions, prefix_len, chunk_lens, question_len)
