@@ -64,8 +64,11 @@ def test_no_difference(rig, cold, oracle, alone):
         "second opinions",
         "decisions",
         "choices",
+        "runs of 16 decodes",
+        "runs of several rows",
     )
     assert all(fuzzer.counts[name] for name in happened), fuzzer.counts
+    assert fuzzer.counts["decodes in runs"] > fuzzer.counts["steps"] / 4, fuzzer.counts
     assert fuzzer.counts["second opinions after scoring"]
     assert fuzzer.counts["second opinions after a restart"]
     assert fuzzer.counts["second opinions after cached documents"]

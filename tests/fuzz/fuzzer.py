@@ -41,7 +41,7 @@ SECOND_OPINION = 0.01
 """Share of answers that transformers judges too."""
 _LABELS = (1, 1, 2, 2, 3, 6, 12, 300)
 """Numbers of labels."""
-RUNS = (4, 16, 3, 2, 1)
+RUNS = (16, 4, 3, 16, 2, 1)
 """Values of `num_scheduler_steps`, of one engine after the other."""
 EPISODE = 3000
 """Most operations with one alphabet, ledger and K/V store."""
@@ -176,16 +176,7 @@ class Fuzzer:
         salt, priority = self._salt(), int(rng.choice([0, 0, 0, 1, -1]))
         if kind < 0.57:
             prompt, form = self._with_state(self.alphabet.prompt())
-            sampling = SamplingParams(
-                n=int(rng.choice([1, 1, 1, 2, 3])),  # of recurrent layers, more than the seats are refused
-                seed=int(rng.integers(1 << 40)),
-                temperature=float(rng.choice([0.0, 0.0, 1.0])),
-                max_tokens=int(rng.choice([1, 1, 3, 8, 20, 48] if self._rig.recurrent else self._rig.lengths)),
-                ignore_eos=True,
-                logprobs=int(rng.choice([0, 3])),
-                prompt_logprobs=0 if rng.random() < 0.12 else None,
-                skip_reading_prefix_cache=bool(rng.random() < 0.05),
-            )
+            sampling = self._sampling([1, 1, 3, 8, 20, 48] if self._rig.recurrent else self._rig.lengths)
             if prompt.chunks and POSITIONS[self.session.positions][0] == "shared" and rng.random() < 0.4:
                 return self._choose(prompt, sampling, salt, priority)
             return Generate(prompt, form or self._some(prompt.forms), sampling, salt, priority)
@@ -199,6 +190,24 @@ class Fuzzer:
         keeps = self._rig.recurrent and bool(rng.random() < 0.6)
         pin = bool(rng.random() < 0.25)
         return Precompute(*self.alphabet.documents(), pin=pin, salt=salt, priority=priority, keep_states=keeps)
+
+    def _sampling(self, lengths: Sequence[int]) -> SamplingParams:
+        """Return random parameters of a text.
+
+        Args:
+            lengths: values of `max_tokens`.
+        """
+        rng = self.rng
+        return SamplingParams(
+            n=int(rng.choice([1, 1, 1, 2, 3])),  # of recurrent layers, more than the seats are refused
+            seed=int(rng.integers(1 << 40)),
+            temperature=float(rng.choice([0.0, 0.0, 1.0])),
+            max_tokens=int(rng.choice(lengths)),
+            ignore_eos=True,
+            logprobs=int(rng.choice([0, 3])),
+            prompt_logprobs=0 if rng.random() < 0.12 else None,
+            skip_reading_prefix_cache=bool(rng.random() < 0.05),
+        )
 
     def _with_state(self, prompt: Prompt) -> tuple[Prompt, str | None]:
         """Return a prompt, and its form if it has one of its own. Recurrent layers mostly get one that has a state."""
@@ -237,6 +246,19 @@ class Fuzzer:
 
     def _salt(self) -> str | None:
         return SALTS[int(self.rng.choice(len(SALTS), p=[0.7, 0.2, 0.1]))]
+
+    def _write(self) -> None:
+        """Have a long text written alone or beside one or two: in runs of as many decodes as the engine allows."""
+        self.session.drain()
+        self._hear_others()
+        for _ in range(self._some((1, 1, 2, 3))):
+            prompt, form = self._with_state(self.alphabet.prompt())
+            sampling = self._sampling(self._rig.long)
+            ask = Generate(prompt, form or self._some(prompt.forms), sampling, self._salt(), 0)
+            self._asked.append((self.session.positions, ask))
+            self.session.send(ask)
+        for _ in range(self._some((2, 4, 6))):
+            self.session.step()
 
     def _step(self) -> None:
         self.session.stalled &= self.rng.random() < 0.8
@@ -386,6 +408,7 @@ def spoil(store: KVStore, keys: Iterable[bytes]) -> None:
 _OPERATIONS: dict[str, float] = {
     "call": 30,
     "step": 55,
+    "write": 3,
     "abort": 2,
     "preempt": 3,
     "evict": 1,

@@ -271,6 +271,7 @@ class Rig:
         frontends: by name in `POSITIONS`.
         recurrent: whether the model has recurrent layers.
         lengths: values of `max_tokens`. With experts, a prompt and its text fit a step, as the witness takes over their choice.
+        long: values of `max_tokens` of texts that take several runs of decodes; with experts, as many as fit.
     """
 
     def __init__(self, model: Path, subject: Subject, pages: int = PAGES, **changes: Any) -> None:
@@ -290,6 +291,7 @@ class Rig:
         assert first.limits.num_pages == pages
         self.recurrent = subject.recurrence is not None
         self.lengths = (1, 1, 2, 3, 5, 8) if subject.experts else (1, 1, 2, 5, 9, 20)
+        self.long = self.lengths[-1:] if subject.experts else (17, 24, 36)
         self._runner, self._max_model_len, self._files = first.runner, first.limits.max_model_len, files
         self.frontends = {name: Frontend(config, files) for name, config in self._configs.items()}
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
+from chunkattn.engine.decode_program import STEPS
 from chunkattn.engine.messages import (
     EngineOutput,
     GenerateRequest,
@@ -16,6 +18,7 @@ from chunkattn.engine.messages import (
     ScoreResult,
     TokenOutput,
 )
+from chunkattn.engine.runs import Run, RunResult
 from chunkattn.errors import CapacityError, RequestError
 from tests.fuzz.alone import Alone
 from tests.fuzz.calls import Ask, Call, Precompute, cacheable, continued, describe, has_no_state, is_private
@@ -70,11 +73,25 @@ class Session:
         self.damaged: set[str] = set()
         self.counts: Counter[str] = Counter()
         self._cold, self._alone, self._ledger = cold, alone, ledger
+        self.core.runs.read = self._counted(self.core.runs.read)  # type: ignore[method-assign]
         self._number = next(_NUMBERS)
         self._calls: dict[str, Call] = {}  # by id of a request that has not ended
         if self.core.disk is not None:
             take_read = self.core.disk.take_read
             self.core.disk.take_read = lambda timeout=0.0: [] if self.stalled else take_read(timeout)
+
+    def _counted(self, read: Callable[[Run], RunResult]) -> Callable[[Run], RunResult]:
+        """Count the runs of decodes that are read, those of the most decodes, and those of several rows."""
+
+        def reading(run: Run) -> RunResult:
+            result = read(run)
+            self.counts["runs"] += 1
+            self.counts["decodes in runs"] += result.number
+            self.counts["runs of 16 decodes"] += result.number == STEPS
+            self.counts["runs of several rows"] += len(run.rows) > 1
+            return result
+
+        return reading
 
     @property
     def in_flight(self) -> list[Call]:
@@ -129,6 +146,7 @@ class Session:
 
     def step(self) -> None:
         """Run a step and take its outputs."""
+        self.counts["steps"] += 1
         for event in self.core.step():
             if call := self._calls.get(event.request_id):  # else the last outputs of a call that was left
                 self._take(call, event)
