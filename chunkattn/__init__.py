@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from chunkattn.parsers import ChunkedPrompt, DocumentPrompt
     from chunkattn.rope.positions import make_layout
     from chunkattn.sampling_params import SamplingParams
+    from chunkattn.structured_outputs import StructuredOutputsParams
 
 __version__ = version("chunkattn")
 
@@ -59,6 +60,7 @@ _NAMES = {
     "parsers": "ChunkedPrompt DocumentPrompt",
     "rope.positions": "make_layout",
     "sampling_params": "SamplingParams",
+    "structured_outputs": "StructuredOutputsParams",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -91,6 +93,7 @@ __all__ = [
     "RerankTemplate",
     "SamplingParams",
     "ScoreOutput",
+    "StructuredOutputsParams",
     "chunk_attention",
     "make_layout",
     "register_backend",

@@ -14,7 +14,8 @@ from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.decide import DecideOptions, decide_call
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import generate_batch, with_adapters
-from chunkattn.calls.job import Ask, Job, LookUp, answer, drive
+from chunkattn.calls.job import Job, answer, drive
+from chunkattn.calls.job import Question as EngineQuestion
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
@@ -451,7 +452,7 @@ class LLM:
                 def advance() -> None:
                     bar.update(job.done - bar.n)
 
-                def ask(question: Ask | LookUp) -> list[Any]:
+                def ask(question: EngineQuestion) -> list[Any]:
                     advance()
                     pins.extend(question.pins)
                     with self._lock:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence, Set, Sized
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from types import NoneType
 from typing import Any
 
 import numpy as np
 
 from chunkattn.errors import RequestError
+from chunkattn.structured_outputs import PARAM, StructuredOutputsParams
 
 # Limits on the lists of a request, checked before any work per entry.
 MAX_STOP_STRINGS = 64
@@ -125,6 +127,7 @@ class SamplingParams:
         prompt_logprobs: number of likeliest tokens with log-probabilities for every prompt token.
         skip_special_tokens: whether to leave special tokens out of the text.
         skip_reading_prefix_cache: whether to bypass the cache, for reading and for writing.
+        structured_outputs: shape of the text; None leaves it free.
     """
 
     n: int = 1
@@ -147,6 +150,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     skip_reading_prefix_cache: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {name: _whole(name, getattr(self, name), low) for name, low in _LOWEST.items()}
@@ -157,6 +161,9 @@ class SamplingParams:
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "skip_reading_prefix_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}", param=name)
+        if not isinstance(self.structured_outputs, (StructuredOutputsParams, NoneType)):
+            kind = type(self.structured_outputs).__name__
+            raise RequestError(f"{PARAM} must be StructuredOutputsParams, got {kind}", param=PARAM)
         if checked.get("seed") == -1:
             checked["seed"] = None
         stop = [self.stop] if isinstance(self.stop, str) else _listed("stop", self.stop, MAX_STOP_STRINGS)

@@ -416,7 +416,6 @@ _MEANINGS = {
     "ChatBody.top_logprobs": "Number of likeliest tokens at each step; needs `logprobs`.",
     "ChatBody.max_completion_tokens": "Another name of `max_tokens`.",
     "ChatBody.messages": "The conversation.",
-    "ChatBody.response_format": '`{"type": "text"}` alone.',
     "ScoreBody.labels": "Texts of one token each; this or `label_token_ids`. One list for all items, or one list per item.",
     "ScoreBody.label_token_ids": "Token ids of the labels; this or `labels`, in the same forms.",
     "ScoreBody.text_1": "Pairs: the first text, or texts.",

@@ -22,6 +22,7 @@ from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
+from chunkattn.engine.vocabulary import Vocabulary
 from chunkattn.errors import ConfigError, ModelError, RequestError, shown
 from chunkattn.focus import FocusLike
 from chunkattn.models.adapters import adapter_folder
@@ -124,6 +125,15 @@ class Frontend:
         if not self.has_language_head:
             text = "this checkpoint is a decision model without a language model's head: it answers questions by 'head' alone"
             raise RequestError(text, param=param)
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """Return the vocabulary of the model, for the shapes of texts. The engine must have been connected.
+
+        Raises:
+            RequestError: as `Vocabulary.of`.
+        """
+        return Vocabulary.of(self.tokenizer, self.limits.vocab_size)
 
     @cached_property
     def plain(self) -> PlainEncoder:

@@ -11,7 +11,7 @@ from chunkattn.adapter_salt import salt_for, salted, split
 from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.calls.focus_scores import check_longest, choose_documents
 from chunkattn.calls.frontend import Frontend, check_priorities
-from chunkattn.calls.job import Ask, Flow, Job, JobsInTurn, StopSample
+from chunkattn.calls.job import Ask, CheckShape, Flow, Job, JobsInTurn, StopSample
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import EngineOutput, GenerateRequest, PromptLogprobsOutput, TokenLogprobs, TokenOutput
 from chunkattn.errors import RequestError
@@ -92,7 +92,7 @@ class OutputBuilder:
         completion.finish_reason, completion.stop_reason = event.finish_reason, event.stop_reason
         if detokenizer is None:
             return False
-        if event.finish_reason == "stop":  # the text excludes the token that ends it
+        if event.finish_reason == "stop" and not event.is_complete:  # the text excludes the token that ends it
             stopped = detokenizer.add(event.token_ids[:-1]) or detokenizer.flush()
         else:
             stopped = detokenizer.add(event.token_ids, last=event.finish_reason is not None)
@@ -161,8 +161,14 @@ class GenerateJob:
         self.total, self.done = len(requests), 0
 
     def flow(self) -> Flow[list[RequestOutput]]:
-        """Choose documents where a prompt has a focus, generate, and return one output for each prompt, in order."""
+        """Choose documents where a prompt has a focus, generate, and return one output for each prompt, in order.
+
+        The shapes of the texts are compiled first.
+        """
         prompts = self._prompts
+        shapes = dict.fromkeys(request.sampling.structured_outputs for request in self.requests)
+        for shape in filter(None, shapes):
+            yield CheckShape(shape, self._frontend.vocabulary)
         if self._focus is not None:
             prompts = yield from self._focus
             self.requests = [replace(r, layout=prompt.layout) for r, prompt in zip(self.requests, prompts, strict=True)]

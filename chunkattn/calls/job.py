@@ -8,6 +8,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
 
 from chunkattn.engine.messages import EngineOutput, Message, PrecomputeRequest, RequestFailed
+from chunkattn.engine.vocabulary import Vocabulary
+from chunkattn.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from chunkattn.engine.core import EngineCore
@@ -77,7 +79,22 @@ class LookUp:
     pins: ClassVar[Sequence[str]] = ()
 
 
-Flow = Generator[Ask | LookUp, Any, T]
+@dataclass(frozen=True, eq=False)
+class CheckShape:
+    """Shape of a text, which is compiled before the requests that have it run. The flow goes on if the shape is accepted.
+
+    Attributes:
+        shape: the shape.
+        vocabulary: vocabulary of the model.
+    """
+
+    shape: StructuredOutputsParams
+    vocabulary: Vocabulary
+    pins: ClassVar[Sequence[str]] = ()
+
+
+Question = Ask | LookUp | CheckShape
+Flow = Generator[Question, Any, T]
 """Call on its way: it is sent the answer to each question that it yields, and returns the result of the call."""
 
 
@@ -175,7 +192,7 @@ def drive(flow: Generator[Q, Any, T], answer: Callable[[Q], Any]) -> T:
         known = answer(question)
 
 
-def answer(core: EngineCore, question: Ask | LookUp, on_step: Callable[[], object] = lambda: None) -> list[Any]:
+def answer(core: EngineCore, question: Question, on_step: Callable[[], object] = lambda: None) -> list[Any]:
     """Return the answer of an engine in this process to a question.
 
     Args:
@@ -186,7 +203,11 @@ def answer(core: EngineCore, question: Ask | LookUp, on_step: Callable[[], objec
     Raises:
         CapacityError: a request does not fit beside pinned documents.
         EngineError: a step failed. No request of the question is left in the engine.
+        RequestError: a shape is refused.
     """
+    if isinstance(question, CheckShape):
+        core.shapes.know(question.vocabulary).compile(question.shape)
+        return []
     if isinstance(question, LookUp):
         return [core.look_up(request, forget=question.forget, checked=True) for request in question.requests]
     names = {request.request_id for request in question.requests}

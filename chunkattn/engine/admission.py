@@ -47,10 +47,17 @@ class Admission:
         if message.request_id in lifetimes.requests or message.request_id in lifetimes.pins:
             raise RequestError(f"request_id {message.request_id!r} is already in use", param="request_id")
         request = self.request(message, self._arrivals + 1, checked=checked)
+        compiles = lifetimes.shapes.begin(request)
         self._arrivals += 1
         request.added_at = time.perf_counter() if arrived_at is None else arrived_at
         lifetimes.requests[request.request_id] = request
-        if lifetimes.disk is None or not lifetimes.disk.read_ahead(request, self._scheduler.placement.look_up):
+        if not compiles:
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Queue a request, after its parts have been read from disk."""
+        disk = self._lifetimes.disk
+        if disk is None or not disk.read_ahead(request, self._scheduler.placement.look_up):
             self._scheduler.add(request)
 
     def request(self, message: Message, arrival: int = 0, *, checked: bool) -> Request:
@@ -76,6 +83,18 @@ class Admission:
         if self._adapters is None:
             raise RequestError("this engine has no adapters; build it with enable_lora", param="lora_request")
         self._adapters.load(name, Path(folder), self._scheduler.holders())
+
+    def take_compiled(self, timeout: float = 0.0) -> None:
+        """Queue the requests whose grammars are compiled, and end those whose grammars are refused.
+
+        Args:
+            timeout: seconds to wait for one at most.
+        """
+        for request, error in self._lifetimes.shapes.take(timeout):
+            if error is None:
+                self._queue(request)
+            else:
+                self._lifetimes.refuse_shape(request, str(error))
 
     def take_read(self, timeout: float = 0.0) -> None:
         """Queue the requests whose parts have been read from disk.

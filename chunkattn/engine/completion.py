@@ -18,6 +18,7 @@ from chunkattn.engine.runner import Runner
 from chunkattn.engine.runs import Run, RunResult, Runs
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.step import SampleRow, Span, Step
+from chunkattn.structured_outputs import PARAM
 
 
 class Completion:
@@ -110,6 +111,11 @@ class Completion:
             if sample.request.score and end == sample.num_tokens and taken[rows.stop - 1]:
                 lifetimes.finish(sample)
         for row, token, logprobs in drawn:
+            request, matcher = row[1].request, row[1].matcher
+            if matcher is not None and lifetimes.is_alive(request) and (reason := matcher.error):
+                lifetimes.refuse_shape(request, f"{PARAM}: {reason}")
+            if request.grammar is not None and not lifetimes.is_alive(request):
+                continue
             if ended := accept_tokens(row, (token,), logprobs, lifetimes.outputs, self._metrics):
                 lifetimes.finish(ended)
         lifetimes.finish_precomputed()

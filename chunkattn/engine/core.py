@@ -28,6 +28,7 @@ from chunkattn.engine.request import Request
 from chunkattn.engine.runner import Runner
 from chunkattn.engine.runs import Run, Runs
 from chunkattn.engine.scheduler import Scheduler
+from chunkattn.engine.shapes import Shapes
 from chunkattn.engine.states import States
 from chunkattn.engine.step import Span, Step, StepBuilder
 from chunkattn.engine.step_sizes import StepSizes
@@ -35,8 +36,8 @@ from chunkattn.engine.warmup import NotCompiledError, WarmUp
 
 logger = logging.getLogger(__name__)
 
-_DISK_WAIT_S = 0.02
-"""Seconds that an idle step waits at most for parts to be read from disk."""
+_IDLE_WAIT_S = 0.02
+"""Seconds that an idle step waits at most for a grammar to be compiled, or for parts to be read from disk."""
 
 
 class EngineCore:
@@ -130,7 +131,8 @@ class EngineCore:
             arrived_at: arrival on the clock of `time.perf_counter`, if the message has waited for this call; None for now.
 
         Raises:
-            RequestError: as `EngineLimits.check`, the request id is in use, or the adapter is not loaded.
+            RequestError: as `EngineLimits.check`, the request id is in use, the adapter is not loaded, or the text is to have a
+                shape and the engine does not know its vocabulary.
         """
         self._admission.add(message, checked=checked, arrived_at=arrived_at)
 
@@ -154,6 +156,11 @@ class EngineCore:
         for candidate in list(request.samples) if request else []:
             if candidate.number == sample:
                 self.lifetimes.finish(candidate)
+
+    @property
+    def shapes(self) -> Shapes:
+        """Return the grammars of the requests."""
+        return self.lifetimes.shapes
 
     # The cache
 
@@ -224,6 +231,7 @@ class EngineCore:
         self._concerned, self.lifetimes.persisted = [], False
         read = 0 if self.adapters is None else self.adapters.num_read
         try:
+            self._admission.take_compiled()
             self._admission.take_read()
             planned, run = self.ahead.take(), None
             if planned is None:
@@ -267,7 +275,8 @@ class EngineCore:
         self._concerned = []
         spans = self.scheduler.plan(self._rows_beside_decodes)
         if not spans and self.completion.pending is None:
-            self._admission.take_read(_DISK_WAIT_S)  # avoids a busy loop while parts are read from disk
+            self._admission.take_compiled(_IDLE_WAIT_S)  # avoids a busy loop while grammars are compiled
+            self._admission.take_read(_IDLE_WAIT_S)  # or parts are read from disk
         return spans
 
     def _rows_beside_decodes(self) -> int:
@@ -289,7 +298,7 @@ class EngineCore:
         self.meter.add(began, len(step.arrays.token_ids), step.area)
         hidden, finite = self.runner.forward(step.arrays)
         self.scheduler.fills.sent(step.spans)
-        reading = start_reading(self.runner, step, hidden, finite)
+        reading = start_reading(self.runner, step, hidden, finite, self.shapes.grammars)
         completion.complete_pending()
         self.metrics.count_step(step)
         if step.samples or step.arrays.backend is not None or (step.is_read and self.isolation.has_suspects):

@@ -84,9 +84,10 @@ class Follower:
                 self._unread.append(runner.decode(self._decodes(call), continues=call.continues))
             case ReadDecodes():
                 jax.block_until_ready(self._unread.popleft())  # type: ignore[no-untyped-call]
-            case ReadSample(rows, fields, edits, with_logprobs):
+            case ReadSample(rows, fields, edits, with_logprobs, mask):
                 changes = None if edits is None else Edits(*edits)
-                self._sent.append(runner.sample(self._hidden, rows, SampleInput(*fields), changes, with_logprobs).arrays)
+                reading = runner.sample(self._hidden, rows, SampleInput(*fields), changes, with_logprobs, mask)
+                self._sent.append(reading.arrays)
             case ReadLabels(rows, labels, raw):
                 read = runner.label_logits if raw else runner.label_logprobs
                 self._sent.append(read(self._hidden, rows, labels).arrays)

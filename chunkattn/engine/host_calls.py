@@ -54,12 +54,14 @@ class ReadSample:
         parameters: fields of `SampleInput`.
         edits: fields of `Edits`, or None.
         with_logprobs: see `Runner.sample`.
+        mask: see `Runner.sample`.
     """
 
     rows: tuple[int, ...]
     parameters: Arrays
     edits: Arrays | None
     with_logprobs: bool
+    mask: np.ndarray | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ from chunkattn.engine.metrics import EngineMetrics
 from chunkattn.engine.readout import cached_tokens, request_stats
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.scheduler import Scheduler
+from chunkattn.engine.shapes import Shapes
+from chunkattn.structured_outputs import PARAM
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +30,7 @@ class Lifetimes:
         requests: requests added and not yet ended, by id.
         pins: completed precompute requests whose blocks are pinned, or are recomputed to be pinned, by id.
         outputs: outputs of the step under way. An interrupt leaves them to the next step.
+        shapes: grammars of the requests.
         persisted: whether the step under way has completed a document for the K/V store.
     """
 
@@ -36,6 +39,7 @@ class Lifetimes:
         self.requests: dict[str, Request] = {}
         self.pins: dict[str, Request] = {}
         self.outputs: list[EngineOutput] = []
+        self.shapes = Shapes()
         self.persisted = False
 
     @property
@@ -59,6 +63,7 @@ class Lifetimes:
             self._scheduler.remove(request)
         if self.disk is not None:
             self.disk.drop(request)
+        self.shapes.drop(request)
         self.requests.pop(request.request_id, None)
         self._metrics.count_end(request, outcome)
 
@@ -79,6 +84,10 @@ class Lifetimes:
         self._drop_pin(request)
         self.end(request, "failed")
         self.outputs.append(failure)
+
+    def refuse_shape(self, request: Request, reason: str) -> None:
+        """End a request whose text cannot have its shape."""
+        self.fail(request, RequestFailed(request.request_id, reason, PARAM, stats=request_stats(request)))
 
     def unpin(self, request_ids: Iterable[str]) -> None:
         """Let the cache evict the blocks that precompute requests pinned. Unknown ids are ignored."""
@@ -113,10 +122,11 @@ class Lifetimes:
         for request in failed:
             if self.disk is not None:
                 self.disk.drop(request)
+            self.shapes.drop(request)
             self._drop_pin(request)
             if self.requests.pop(request.request_id, None):
                 self._metrics.count_end(request, "failed")
-        reading = self.disk.reading if self.disk is not None else frozenset()
+        reading = self.shapes.waiting | (self.disk.reading if self.disk is not None else frozenset())
         self._scheduler.restart([*(r for r in self.requests.values() if r not in reading), *self.pins.values()])
 
     def _drop_pin(self, request: Request) -> None:

@@ -212,6 +212,7 @@ class TokenOutput:
         stop_reason: stop token id that ended the sample; None for an end-of-sequence token.
         cached: cached prompt tokens; sent with the first output of every sample.
         stats: sent with the first output of every sample, and again after a compilation or a preemption.
+        is_complete: whether the grammar of the text ended the sample: the last token is then a part of the text.
     """
 
     request_id: str
@@ -222,6 +223,7 @@ class TokenOutput:
     stop_reason: int | None = None
     cached: CachedTokens | None = None
     stats: RequestStats | None = None
+    is_complete: bool = False
 
 
 @dataclass(frozen=True)

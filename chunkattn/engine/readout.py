@@ -11,6 +11,8 @@ import jax
 import numpy as np
 
 from chunkattn.engine.compile_clock import COMPILING
+from chunkattn.engine.grammars import Grammars
+from chunkattn.engine.masks import mask_input, take_token
 from chunkattn.engine.messages import (
     CachedTokens,
     EngineOutput,
@@ -55,7 +57,9 @@ class StepResult:
     prompt_logprobs: list[PromptValues]
 
 
-def start_reading(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array) -> Reading[StepResult]:
+def start_reading(
+    runner: Runner, step: Step, hidden: jax.Array, finite: jax.Array, grammars: Grammars | None = None
+) -> Reading[StepResult]:
     """Send all readouts of a step to the device, so that the host waits once for all.
 
     The host makes the arrays of the readouts while the device computes.
@@ -65,13 +69,15 @@ def start_reading(runner: Runner, step: Step, hidden: jax.Array, finite: jax.Arr
         step: the step.
         hidden: float32 `[T, hidden]` hidden states of the step.
         finite: bool `[T]`, whether all hidden values of a row are finite.
+        grammars: grammars of the engine's requests; None if no request has one.
     """
     drawn: list[_Drawn] = []
     samples = [row for row in step.samples if not row[1].request.prompt_only]
     for block, parameters, edits in sampling_blocks(samples, runner.spec.vocab_size, runner.sample_sizes):
         rows, num_top = [row for row, _, _ in block], [sample.params.logprobs for _, sample, _ in block]
         with_logprobs = any(w is not None for w in num_top)
-        drawn.append((rows, num_top, runner.sample(hidden, rows, parameters, edits, with_logprobs)))
+        mask = None if grammars is None else mask_input(block, len(parameters.top_k), runner.spec.vocab_size, grammars)
+        drawn.append((rows, num_top, runner.sample(hidden, rows, parameters, edits, with_logprobs, mask)))
     scored = [row for row, _, _ in step.scores]
     scores = _start_scores(runner, step, hidden, scored) if scored else None
     predicting = [row for row, _, _ in step.prompt_logprobs]
@@ -282,16 +288,20 @@ def accept_tokens(
     tokens, token, finish_reason, stop_reason = drawn, drawn[-1], None, None
     if request.prompt_only:  # nothing was sampled
         tokens, finish_reason = (), "length"
-    elif length > params.min_tokens:
+    elif length > params.min_tokens or request.grammar is not None:
         if token in params.stop_token_ids:
             finish_reason, stop_reason = "stop", token
         elif token in request.eos_token_ids and not params.ignore_eos:
             finish_reason = "stop"
+    is_complete = finish_reason is None and request.grammar is not None and take_token(sample, token)
+    if is_complete:
+        finish_reason = "stop"
     if finish_reason is None and length >= request.max_tokens:
         finish_reason = "length"
     # Adjacent statements leave an interrupt little time between them.
     sample.output_ids += drawn
-    outputs.append(TokenOutput(request.request_id, number, tokens, logprobs, finish_reason, stop_reason, cached, stats))
+    name = request.request_id
+    outputs.append(TokenOutput(name, number, tokens, logprobs, finish_reason, stop_reason, cached, stats, is_complete))
     return sample if finish_reason else None
 
 

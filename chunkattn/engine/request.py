@@ -8,10 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+from llguidance import LLMatcher
 
 from chunkattn.adapter_salt import split
 from chunkattn.cache.slots import plan_slots
 from chunkattn.cache.trie import Block
+from chunkattn.engine.grammars import TextMatcher
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, Message, PrecomputeRequest, ScoreRequest
 from chunkattn.engine.states import KeptState, Track
@@ -62,6 +64,7 @@ class Request:
             before, and without recurrent layers.
         spare_tracks: tracks of samples still to be created, in a model with recurrent layers.
         heirs: places of the parts that begin at the end of a block, by the block, in such a model.
+        grammar: grammar of the generated text, once it is compiled; None for a free text.
         root: private root of the trie, or None if the request shares the cache.
         finite_end: token index of the first token whose values are not finite; the request has failed there.
         added_at: arrival in seconds on the clock of `time.perf_counter`.
@@ -106,6 +109,7 @@ class Request:
         self.sources, self.spare_tracks = list[KeptState](), list[Track]()
         self.heirs: dict[Block, list[int]] = {}
         self.kept_states: set[int] | None = None
+        self.grammar: LLMatcher | None = None
         self.root: Block | None = None
         self.finite_end, self.preemptions, self.known_stats = sys.maxsize, 0, (0, 0)
         self.added_at = 0.0
@@ -272,6 +276,7 @@ class Sample:
         root: root of the trie, held by the sample.
         last_token_at: time of the last token in seconds on the clock of `time.perf_counter`.
         track: place in a model with recurrent layers, while the sample runs; None otherwise.
+        matcher: state of the text in the request's grammar; None before the first token is drawn, and without a grammar.
     """
 
     request: Request
@@ -284,6 +289,7 @@ class Sample:
     root: Block | None = None
     last_token_at: float = 0.0
     track: Track | None = None
+    matcher: TextMatcher | None = None
 
     @property
     def params(self) -> SamplingParams:

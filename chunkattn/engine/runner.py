@@ -34,12 +34,14 @@ from chunkattn.engine.sampling import (
     Edits,
     SampleInput,
     apply_edits,
+    apply_mask,
     choose,
     edit_widths,
     empty_edits,
     empty_input,
     finite_rows,
     largest,
+    mask_words,
     read,
 )
 from chunkattn.engine.state_pool import StatePool
@@ -119,6 +121,7 @@ class Runner(RowReader):
         self._fed: dict[int, Fed] = {}  # what the last run left, by number of rows
         self._sample = program("sample", self._trace_sample, inputs=[head], static_argnames="with_logprobs")
         self._edit = program("sample", apply_edits)
+        self._mask = program("sample", apply_mask)
         self._choose = program("sample", self._trace_choose, static_argnames="with_logprobs")
 
     def forward(self, arrays: StepArrays) -> tuple[jax.Array, jax.Array]:
@@ -314,6 +317,7 @@ class Runner(RowReader):
             programs += [partial(self._sample, params, picked, g, with_logprobs=w) for g, w in samples]
             edits += [partial(self._choose, logits, logits, g, with_logprobs=w) for g, w in samples]
             edits += [partial(self._edit_nothing, logits, width) for width in edit_widths(vocab)]
+            edits += [partial(self._mask, logits, np.zeros((size, mask_words(vocab)), np.int32))]
         if size in self._label_sizes:
             programs += [partial(self._read_labels, params, picked, np.zeros((size, n), np.int32)) for n in LABEL_WIDTHS]
         if size in self._read_sizes:
@@ -337,7 +341,13 @@ class Runner(RowReader):
     # Reading. These methods return values and, for each row, whether its logits are finite.
 
     def sample(
-        self, hidden: jax.Array, rows: Sequence[int], parameters: SampleInput, edits: Edits | None, with_logprobs: bool
+        self,
+        hidden: jax.Array,
+        rows: Sequence[int],
+        parameters: SampleInput,
+        edits: Edits | None,
+        with_logprobs: bool,
+        mask: np.ndarray | None = None,
     ) -> Reading[tuple[np.ndarray, TokenLogprobs | None, np.ndarray]]:
         """Choose the next token of up to `sample_sizes[-1]` rows. Entries of padding follow those of the rows.
 
@@ -347,18 +357,21 @@ class Runner(RowReader):
             parameters: sampling parameters, padded to one of `sample_sizes`.
             edits: changes of single logits, padded to the same size; None if no row changes a logit.
             with_logprobs: whether to read the log-probabilities of the tokens.
+            mask: tokens that each row may draw, padded to the same size; see `apply_mask`. None allows all tokens.
 
         Returns:
             Readout of token ids, their log-probabilities or None, and whether the logits are finite.
         """
         if self.tell:
-            self.tell(ReadSample(tuple(rows), parameters, edits, with_logprobs))
+            self.tell(ReadSample(tuple(rows), parameters, edits, with_logprobs, mask))
         picked = self._pick(hidden, rows, self.sample_sizes)
-        if edits is None:
+        if edits is None and mask is None:
             drawn = self._sample(self._head, picked, parameters, with_logprobs=with_logprobs)
-        else:  # three programs, so that each width of edits compiles only a small program
+        else:  # several programs, so that a mask and each width of edits compile only small ones
             logits = self._logits(self._head, picked)
-            drawn = self._choose(logits, self._edit(logits, edits), parameters, with_logprobs=with_logprobs)
+            edited = logits if edits is None else self._edit(logits, edits)
+            edited = edited if mask is None else self._mask(edited, mask)
+            drawn = self._choose(logits, edited, parameters, with_logprobs=with_logprobs)
         return Reading(begin_copy(drawn), lambda values: values)
 
     def _model(self, params: Params, adapters: RowAdapters | None) -> Decoder:

@@ -238,7 +238,7 @@ class Runs:
         request = sample.request
         if request.sampling is None or request.prompt_only or request.forks or len(request.ends) > MOST_STOPS:
             return False
-        return not edits_logits(sample)
+        return request.grammar is None and not edits_logits(sample)
 
     def _decoding(self) -> list[Sample]:
         """Return the running samples, if a step of their decodes is all that there is to compute."""

@@ -201,7 +201,7 @@ def edit_input(block: list[SampleRow], size: int, vocab_size: int) -> Edits | No
 def _biases(sample: Sample) -> dict[int, float]:
     """Return the bias of each token id that is biased for a sample's next token; -inf bans the token."""
     params = sample.params
-    if len(sample.output_ids) >= params.min_tokens:
+    if len(sample.output_ids) >= params.min_tokens or sample.request.grammar is not None:  # whose masks ban the ends
         return dict(params.logit_bias)
     ends = (*sample.request.eos_token_ids, *params.stop_token_ids)
     return dict(params.logit_bias) | dict.fromkeys(ends, -np.inf)
@@ -251,6 +251,23 @@ def apply_edits(logits: jax.Array, edits: Edits) -> jax.Array:
     value = jnp.where(value > 0, value / penalty, value * penalty)
     value -= edits.frequency * edits.count + edits.presence * (edits.count > 0)
     return logits.at[rows, edits.ids].set(value, mode="drop", unique_indices=False)
+
+
+def mask_words(vocab_size: int) -> int:
+    """Return the number of words of a mask; see `apply_mask`."""
+    return -(-vocab_size // 32)
+
+
+def apply_mask(logits: jax.Array, mask: StepArray) -> jax.Array:
+    """Return the logits `[R, V]` of the tokens in a mask; those of others become -inf.
+
+    Args:
+        logits: float32 `[R, V]`.
+        mask: int32 `[R, ceil(V / 32)]`; bit `t % 32` of word `t // 32` stands for token id `t`.
+    """
+    bits = (jnp.asarray(mask)[:, :, None] >> jnp.arange(32)) & 1
+    allowed = bits.reshape(len(logits), -1)[:, : logits.shape[1]]
+    return jnp.where(allowed == 1, logits, -jnp.inf)
 
 
 def truncate(logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array) -> jax.Array:

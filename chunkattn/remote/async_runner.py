@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, OutputBuilder
-from chunkattn.calls.job import Ask, Flow, Job, LookUp, Returned, advance
+from chunkattn.calls.job import Ask, CheckShape, Flow, Job, LookUp, Question, Returned, advance
 from chunkattn.config import make_config
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.errors import ConfigError, EngineDeadError, RequestError
@@ -254,15 +254,18 @@ class AsyncRunner:
             await self.client.load_adapter(request.lora_name, place[1])
             self.frontend.adapters[request.lora_name] = place
 
-    async def _answer(self, call: InflightRequests, question: Ask | LookUp) -> Sequence[Any]:
+    async def _answer(self, call: InflightRequests, question: Question) -> Sequence[Any]:
         """Return the engine's answer to a question; nothing if the call is aborted."""
+        if isinstance(question, CheckShape):
+            await call.ask(self.client.check_shape(question.shape, question.vocabulary))
+            return []
         if isinstance(question, LookUp):
             return await call.ask(self.client.look_up(question.requests, forget=question.forget))
         await call.finish(question.requests, partial(question.take, stop=self.client.stop))
         return [] if call.aborted else question.answer
 
 
-def _begin(make: Callable[[], J]) -> tuple[J, Flow[Any], Ask | LookUp | Returned[Any]]:
+def _begin(make: Callable[[], J]) -> tuple[J, Flow[Any], Question | Returned[Any]]:
     """Make a job and run its flow up to the first question or its end, in a thread: both may take long."""
     job = make()
     flow = job.flow()

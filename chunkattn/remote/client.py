@@ -20,12 +20,15 @@ from chunkattn.engine.messages import (
     ScoreResult,
     TokenOutput,
 )
+from chunkattn.engine.vocabulary import Vocabulary
 from chunkattn.errors import EngineDeadError, QueueFullError, RequestError
 from chunkattn.fair_threads import FairThreads
 from chunkattn.remote import messages as wire
 from chunkattn.remote.inflight import InflightRequests
+from chunkattn.remote.shape_checker import ShapeChecker
 from chunkattn.remote.supervisor import Supervisor
 from chunkattn.request_record import RECORD
+from chunkattn.structured_outputs import StructuredOutputsParams
 
 
 class EngineClient(Supervisor):
@@ -38,6 +41,7 @@ class EngineClient(Supervisor):
     def __init__(self, config: EngineConfig, on_ready: Callable[[EngineLimits], None]) -> None:
         super().__init__(config, on_ready)
         self.threads = FairThreads()
+        self._checks, self._checker, self._knows_vocabulary = FairThreads(1), ShapeChecker(), False
         self._calls: set[InflightRequests] = set()
         self._owners: dict[str, InflightRequests] = {}
         self._queries: dict[int, asyncio.Future[Any]] = {}
@@ -49,6 +53,8 @@ class EngineClient(Supervisor):
     async def close(self, grace_s: float = 10.0) -> None:
         """End the engine and the threads; see `Supervisor.close`."""
         self.threads.close()
+        self._checks.close()
+        self._checker.close()
         await super().close(grace_s)
 
     def call(self, timeout: float | None = None) -> InflightRequests:
@@ -186,6 +192,21 @@ class EngineClient(Supervisor):
             raise RequestError(refusal, param="lora_request")
         known[name] = folder
 
+    async def check_shape(self, shape: StructuredOutputsParams, vocabulary: Vocabulary) -> None:
+        """Check that the engine can compile a shape, in a process that may fail, and give the engine the vocabulary.
+
+        Args:
+            shape: shape of a text.
+            vocabulary: vocabulary of the model.
+
+        Raises:
+            RequestError: the shape is refused.
+            EngineDeadError: the engine is not ready, or dies.
+        """
+        await self._checks.run(self._checker.check, shape, vocabulary)
+        if not self._knows_vocabulary:
+            self._knows_vocabulary = await self._query(lambda number: wire.LoadVocabulary(number, vocabulary))
+
     async def reset_cache(self) -> bool:
         """Empty the cache and return whether every page is free.
 
@@ -223,6 +244,7 @@ class EngineClient(Supervisor):
     def _begin(self) -> None:
         """See `Supervisor`."""
         self._snapshot, self._snapshot_at, self._adapters = "", time.perf_counter(), {}
+        self._knows_vocabulary = False
         if (reading := self._reading) is not None:  # of the engine before
             self._reading = None
             reading.cancel()

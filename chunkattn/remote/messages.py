@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import CachedTokens, EngineOutput, Message, PrecomputeRequest
+from chunkattn.engine.vocabulary import Vocabulary
 from chunkattn.models.loader import ModelFiles
 from chunkattn.models.spec import DecoderSpec
 from chunkattn.remote.frames import Frames
@@ -124,6 +125,14 @@ class LoadAdapter:
 
 
 @dataclass(frozen=True)
+class LoadVocabulary:
+    """Order to take the vocabulary of the model, for the shapes of texts; answered by `Reply`."""
+
+    query_id: int
+    vocabulary: Vocabulary
+
+
+@dataclass(frozen=True)
 class MetricsQuery:
     """Query for the metrics; answered by `Reply`."""
 
@@ -217,14 +226,16 @@ class Reply:
     Attributes:
         query_id: id of the query.
         value: of `ResetCache`, whether every page is free; of `CacheQuery`, the tokens of each request that were cached in
-            memory; of `MetricsQuery`, the metrics in Prometheus' text format; of `LoadAdapter`, why it is refused, or "".
+            memory; of `MetricsQuery`, the metrics in Prometheus' text format; of `LoadAdapter`, why it is refused, or ""; of
+            `LoadVocabulary`, True.
     """
 
     query_id: int
     value: bool | tuple[CachedTokens, ...] | str
 
 
-ToWorker = Message | Start | Sent | Abort | Stop | Unpin | ResetCache | CacheQuery | LoadAdapter | MetricsQuery | Shutdown
+Query = ResetCache | CacheQuery | LoadAdapter | LoadVocabulary | MetricsQuery
+ToWorker = Message | Start | Sent | Abort | Stop | Unpin | Query | Shutdown
 FromWorker = EngineOutput | Snapshot | Heartbeat | WarmupProgress | Ready | Failed | Ended | Reply
 
 _FRAMES = Frames(get_args(ToWorker | FromWorker))

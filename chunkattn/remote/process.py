@@ -53,7 +53,7 @@ class WorkerProcess:
                 [sys.executable, "-P", "-m", "chunkattn.remote.worker", f"ipc://{self._folder}"],
                 stdin=subprocess.PIPE,
                 stdout=2,
-                env=_environment(),
+                env=environment(),
                 process_group=0,
             )
         except BaseException:
@@ -143,7 +143,7 @@ def _private_folder() -> Path:
     return folder
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return this process's environment, with this package on the path even if the caller changed `sys.path`."""
     home = str(Path(__file__).parents[2])
     environment = dict(os.environ)

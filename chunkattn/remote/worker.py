@@ -205,6 +205,9 @@ class Worker:
                 return wire.Reply(query_id, tuple(self._look_up(r, forget) for r in requests))
             case wire.LoadAdapter(query_id, name, folder):
                 return wire.Reply(query_id, self._load_adapter(name, folder))
+            case wire.LoadVocabulary(query_id, vocabulary):
+                self.core.shapes.know(vocabulary)
+                return wire.Reply(query_id, True)
             case wire.MetricsQuery(query_id):
                 return wire.Reply(query_id, self.core.metrics_text())
             case wire.Shutdown():

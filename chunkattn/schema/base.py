@@ -20,6 +20,7 @@ from chunkattn.sampling_params import (
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
 )
+from chunkattn.schema.shapes import ResponseFormat, StructuredOutputs
 from chunkattn.web.errors import UNKNOWN_FIELD, ApiError, renamed
 
 E = TypeVar("E", bound=ChunkAttnError | ApiError)
@@ -220,6 +221,16 @@ class Sampling(Body):
     """Requests of lower priority values are scheduled first."""
     return_chunk_usage: bool = False
     """Report the cached tokens of every chunk in the usage."""
+    structured_outputs: StructuredOutputs = None
+    """Shape of the text: one of json, regex, choice, grammar and json_object."""
+    response_format: ResponseFormat = None
+    """Shape of the text as OpenAI names it: text, json_object or json_schema."""
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Sampling:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs and response_format exclude each other; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Sampling:
@@ -256,6 +267,7 @@ class Sampling(Body):
             name: value for name, value in defaults.items() if name in arguments and name not in self.model_fields_set
         }
         arguments |= {"logit_bias": bias, "max_tokens": max_tokens, "logprobs": logprobs}
+        arguments["structured_outputs"] = self.structured_outputs or self.response_format
         if self.prompt_logprobs is None:
             arguments["prompt_logprobs"] = prompt_logprobs
         return SamplingParams(**arguments)

@@ -20,6 +20,7 @@ from chunkattn.schema.accepted import (
 )
 from chunkattn.schema.base import Body, Entry, FastList, Rendered, Sampling, Strict, Texts, TokenIds, TokenLists
 from chunkattn.schema.parts import chat_message, titled
+from chunkattn.schema.shapes import SHAPE_FIELDS
 from chunkattn.web.errors import ApiError
 
 
@@ -193,7 +194,7 @@ class PromptBody(Body):
 class CompletionBody(Sampling, PromptBody, CompletionNoEffect):
     """Request body of `/v1/completions`."""
 
-    fields_of: ClassVar = {"prompt": ("chunks", "prompt")}
+    fields_of: ClassVar = {"prompt": ("chunks", "prompt"), **SHAPE_FIELDS}
 
     focus: FocusField = None
     max_tokens: int = 16
@@ -274,12 +275,6 @@ class Message(MessageNoEffect):
 Messages = Annotated[FastList[Message], Field(max_length=MAX_MESSAGES)]
 
 
-class TextFormat(Strict):
-    """Response format; only text is supported."""
-
-    type: Literal["text"]
-
-
 class ChatBody(Sampling, Rendered, ChatNoEffect):
     """Request body of `/v1/chat/completions`."""
 
@@ -287,6 +282,7 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
         "prompt": ("messages",),
         "max_tokens": ("max_tokens", "max_completion_tokens"),
         "logprobs": ("top_logprobs", "logprobs"),
+        **SHAPE_FIELDS,
     }
 
     messages: Messages
@@ -299,7 +295,6 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    response_format: TextFormat | None = None
     echo: bool = False
     """Begin the answer with the text of the last message, if that is an assistant's."""
 

@@ -324,7 +324,7 @@ BAD = [
     (CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
     (
         CHAT,
-        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}},
         "response_format",
         "invalid_value",
     ),

@@ -19,7 +19,7 @@ import numpy as np
 
 from chunkattn.calls.algorithms import ALGORITHMS, refusals
 from chunkattn.calls.frontend import Frontend
-from chunkattn.calls.job import Ask, LookUp, answer, drive
+from chunkattn.calls.job import CheckShape, Question, answer, drive
 from chunkattn.calls.score import ScoreCall
 from chunkattn.engine.messages import GenerateRequest, Message, ScoreRequest
 from chunkattn.engine.runner import Runner
@@ -184,8 +184,9 @@ class ScoreBench:
         began = time.perf_counter()
         call, requests = self.call(query, items, algorithm), list[Message]()
 
-        def ask(question: Ask | LookUp) -> list[Any]:
-            requests.extend(question.requests)
+        def ask(question: Question) -> list[Any]:
+            if not isinstance(question, CheckShape):
+                requests.extend(question.requests)
             return answer(self.core, question)
 
         drive(call.flow(), ask)

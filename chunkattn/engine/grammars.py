@@ -1,0 +1,192 @@
+"""`Grammars`: compiles the shapes of texts, and follows texts through them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
+
+from chunkattn.engine.vocabulary import Vocabulary
+from chunkattn.errors import RequestError
+from chunkattn.structured_outputs import PARAM, StructuredOutputsParams
+
+_KEPT = 64
+"""Compiled grammars that are kept."""
+_END = b"<|end of the text|>"
+"""Token behind the vocabulary whose bit in a mask says that the text may end."""
+_HEADER = '%llguidance {"no_forcing": true}\n'
+"""Without this option, a mask allows one token where the next bytes are known, which depends on the tokenizer's merges."""
+_LIMITS: dict[str, Any] = {
+    "max_items_in_row": 10_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
+"""A mask takes 12 ms at most under these limits, on a core of 2 GHz."""
+_LONGEST_REASON = 400
+_EXCERPT = re.compile(r"\n *\d+ \| |<state>|<non-verbose/>")
+"""Begin of the lines of the grammar, or of its state, which follow the library's words on an error."""
+
+
+def grammar_of(shape: StructuredOutputsParams) -> str:
+    """Return the grammar of a shape, in llguidance's dialect of Lark.
+
+    Raises:
+        RequestError: a schema is no JSON, or nested too deep.
+    """
+    if shape.grammar is not None:
+        return f"{shape.grammar}\n{_HEADER}"
+    if shape.regex is not None:
+        return f"{_HEADER}start: /{regex_to_lark(shape.regex, use_ascii='')}/"
+    if shape.choice is not None:
+        return f"{_HEADER}start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in shape.choice)}"
+    schema: Any = {"type": "object"}
+    if shape.json is not None:
+        try:
+            schema = json.loads(str(shape.json))
+        except RecursionError:
+            raise refused("json is nested too deep") from None
+        except ValueError as error:
+            raise refused(f"json is no JSON schema: {error}") from None
+    if shape.disable_any_whitespace and isinstance(schema, dict):
+        own = schema.get("x-guidance")
+        schema = {**schema, "x-guidance": {**(own if isinstance(own, dict) else {}), "whitespace_flexible": False}}
+    return f"{_HEADER}start: %json {json.dumps(schema)}"
+
+
+def refused(reason: str) -> RequestError:
+    """Return the error for a shape that cannot be compiled."""
+    return RequestError(f"{PARAM}: {reason}", param=PARAM)
+
+
+class TextMatcher:
+    """State of one text in its grammar.
+
+    Args:
+        grammar: matcher at the beginning of the grammar, which is copied.
+
+    Attributes:
+        matcher: the library's matcher.
+        length: number of tokens that it has taken.
+    """
+
+    def __init__(self, grammar: LLMatcher) -> None:
+        self.matcher, self.length = grammar.deep_copy(), 0
+
+    def follow(self, output_ids: Sequence[int]) -> None:
+        """Take the tokens of a text that have not been taken."""
+        if new := output_ids[self.length :]:
+            self.matcher.consume_tokens([*new])
+            self.length = len(output_ids)
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the grammar allows no further token, and the text follows it."""
+        return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    @property
+    def error(self) -> str:
+        """Return why the matcher can go no further, such as a limit; an empty text if it can."""
+        return _reason(self.matcher)
+
+
+class _Tokens:
+    """Vocabulary as the library reads it; see `llguidance.TokenizerWrapper`."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.eos_token_id = len(vocabulary.tokens)
+        self.tokens = [*vocabulary.tokens, _END]
+        self.special_token_ids = [*vocabulary.special, self.eos_token_id]
+        self.split: Callable[[str], list[int]]
+
+    def __call__(self, text: str) -> list[int]:
+        """Return tokens of a text: a grammar may ask for them, whatever `_HEADER` says."""
+        return self.split(text)
+
+
+class Grammars:
+    """Compiled shapes of texts, of which the last used are kept. Threads may share the object.
+
+    Args:
+        vocabulary: vocabulary of the model.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        tokens = _Tokens(vocabulary)
+        self._end = tokens.eos_token_id
+        self._tokenizer = LLTokenizer(tokens, slices=[])  # type: ignore[arg-type]
+        tokens.split = self._tokenizer.greedy_tokenize
+        self._limits = LLParserLimits(**_LIMITS)
+        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
+        self._lock, self._threads = Lock(), LLExecutor()
+
+    def get(self, shape: StructuredOutputsParams) -> LLMatcher | None:
+        """Return the compiled grammar of a shape if it is kept, or None."""
+        with self._lock:
+            if (known := self._compiled.get(shape)) is not None:
+                self._compiled.move_to_end(shape)
+            return known
+
+    def compile(self, shape: StructuredOutputsParams) -> LLMatcher:
+        """Return the compiled grammar of a shape. The library lets other threads run meanwhile.
+
+        Raises:
+            RequestError: the library refuses the grammar; the error has the library's words.
+        """
+        if (known := self.get(shape)) is not None:
+            return known
+        grammar = LLMatcher(self._tokenizer, grammar_of(shape), log_level=0, limits=self._limits)
+        if grammar.is_error():
+            raise refused(_reason(grammar))
+        first = grammar.deep_copy()
+        fill_next_token_bitmask(first, self._mask_rows(1))
+        if first.is_error():
+            raise refused(_reason(first))
+        if first.is_stopped():
+            raise refused("no text has this shape")
+        with self._lock:
+            self._compiled[shape] = grammar
+            while len(self._compiled) > _KEPT:
+                self._compiled.popitem(last=False)
+        return grammar
+
+    def _mask_rows(self, rows: int) -> np.ndarray:
+        return np.zeros((rows, self._end // 32 + 1), np.int32)
+
+    def masks(self, matchers: Sequence[TextMatcher]) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens that may follow each text, and whether each text may end there.
+
+        Args:
+            matchers: states of `R` texts, all different.
+
+        Returns:
+            int32 `[R, W]`, whose bit `t % 32` of word `t // 32` stands for token id `t`, and bool `[R]`. A matcher with an
+            error allows nothing.
+        """
+        words = self._mask_rows(len(matchers))
+        if len(matchers) == 1:
+            fill_next_token_bitmask(matchers[0].matcher, words)
+        else:
+            fill_next_token_bitmask_par(self._threads, [(m.matcher, row) for row, m in enumerate(matchers)], words)
+        word, bit = divmod(self._end, 32)
+        end = np.int32(np.uint32(1 << bit).view(np.int32))
+        may_end = (words[:, word] & end) != 0
+        words[:, word] &= ~end
+        return words, may_end
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return the library's words on an error, without the state that it prints; an empty text without an error."""
+    reason = _EXCERPT.split(str(matcher.get_error()), maxsplit=1)[0].strip()
+    return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]} ..."

@@ -1,0 +1,85 @@
+"""Masks of the tokens that grammars allow, made on the host while the device computes the step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from chunkattn.engine.grammars import Grammars, TextMatcher
+from chunkattn.engine.request import Sample
+from chunkattn.engine.sampling import mask_words
+from chunkattn.engine.step import SampleRow
+
+_ALL = -1
+
+
+def matcher_of(sample: Sample) -> TextMatcher:
+    """Return the state of a sample's text in the grammar of its request, with all tokens of its output."""
+    assert sample.request.grammar is not None
+    if sample.matcher is None:
+        sample.matcher = TextMatcher(sample.request.grammar)
+    sample.matcher.follow(sample.output_ids)
+    return sample.matcher
+
+
+def take_token(sample: Sample, token: int) -> bool:
+    """Take the next token of a text that a grammar describes. Return whether the grammar allows no further token.
+
+    Args:
+        sample: the sample, whose output does not have the token yet.
+        token: token id, which does not end the text.
+    """
+    matcher = matcher_of(sample)
+    matcher.follow([*sample.output_ids, token])
+    return matcher.is_complete
+
+
+def mask_input(block: Sequence[SampleRow], size: int, vocab_size: int, grammars: Grammars) -> np.ndarray | None:
+    """Return the masks of a block, padded to `size` rows; None if no row has a grammar.
+
+    A token that ends the text is allowed where the grammar lets the text end, if the text has `min_tokens` tokens or nothing
+    else is allowed. A row whose matcher has an error may draw any token: its request fails after the step.
+
+    Args:
+        block: rows to sample from.
+        size: number of rows.
+        vocab_size: number of token ids `V`.
+        grammars: grammars of the engine.
+
+    Returns:
+        int32 `[size, ceil(V / 32)]`; see `chunkattn.engine.sampling.apply_mask`.
+    """
+    # Samples that are still to be forked share the state of the first.
+    matchers = {sample: matcher_of(sample) for _, sample, _ in block if sample.request.grammar is not None}
+    if not matchers:
+        return None
+    masks = np.full((size, mask_words(vocab_size)), _ALL, np.int32)
+    words, may_end = grammars.masks([*matchers.values()])
+    rows = {sample: _with_ends(sample, words[i], bool(may_end[i]), masks.shape[1]) for i, sample in enumerate(matchers)}
+    for row, (_, sample, _) in enumerate(block):
+        if (mask := rows.get(sample)) is not None:
+            masks[row] = mask
+    return masks
+
+
+def _with_ends(sample: Sample, words: np.ndarray, may_end: bool, count: int) -> np.ndarray | None:
+    """Return the mask of a row, int32 `[count]`, with the tokens that end the text; None for a matcher with an error.
+
+    Args:
+        sample: sample of the row.
+        words: int32 `[W]` tokens of the text that the grammar allows, without the end.
+        may_end: whether the grammar lets the text end.
+        count: number of words of the mask.
+    """
+    if sample.matcher is None or sample.matcher.error:
+        return None
+    mask = np.zeros(count, np.int32)
+    mask[: len(words)] = words[:count]
+    ends = np.zeros(count, np.uint32)
+    for token in sample.request.ends:
+        ends[token // 32] |= np.uint32(1 << token % 32)
+    kept = mask & ~ends.view(np.int32)
+    if len(sample.output_ids) < sample.params.min_tokens and kept.any():
+        return kept
+    return mask | ends.view(np.int32) if may_end else mask
