@@ -154,7 +154,7 @@ def test_the_floor_of_other_work_is_the_longer_of_reads_and_products():
     assert of.seconds(question)[0] == of.weight_bytes / 2.74e12
     layers = 28 * (1024 * (2 * 2048 + 2 * 1024) + 3 * 1024 * 3072)
     assert of.seconds(prompt)[0] == pytest.approx((2 * 20_000 * layers + 2 * 1024 * 151936) / 673e12)
-    moved = 10 * of.weight_bytes + 167 * 1024 * 28 * 20_000
+    moved = 10 * of.weight_bytes + 112 * 1024 * 28 * 20_000
     assert of.seconds(prompt)[1] == pytest.approx(of.seconds(prompt)[0] + moved / 0.85 / 2.74e12 + 10 * 310 * 1.3e-6)
 
 
