@@ -31,6 +31,10 @@ FAULTS = {
     (ChatBody, "max_tokens", "max_completion_tokens"): {"messages": [USER], "max_completion_tokens": 0},
     (ChatBody, "logprobs", "logprobs"): {"messages": [USER], "logprobs": "yes"},
     (ChatBody, "logprobs", "top_logprobs"): {"messages": [USER], "logprobs": True, "top_logprobs": 10**6},
+    (ChatBody, "structured_outputs", "structured_outputs"): {"messages": [USER], "structured_outputs": {}},
+    (ChatBody, "structured_outputs", "response_format"): {"messages": [USER], "response_format": {"type": "xml"}},
+    (CompletionBody, "structured_outputs", "structured_outputs"): {"prompt": "x", "structured_outputs": {"regex": "("}},
+    (CompletionBody, "structured_outputs", "response_format"): {"prompt": "x", "response_format": {"type": "xml"}},
     (ScoreBody, "items", "items"): {"query": "a", "items": [LONG], "labels": ["yes"]},
     (ScoreBody, "items", "packed_ids"): {"packed_ids": [1, 0, 2, 0], "label_token_ids": [1]},  # there is no delimiter
     (ScoreBody, "labels", "labels"): {"query": "a", "items": ["b"], "labels": ["more than one token"]},
