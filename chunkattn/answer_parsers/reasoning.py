@@ -1,0 +1,125 @@
+"""`ReasoningParser`: how a family of models marks its reasoning before the answer; and the registry of the parsers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chunkattn.answer_parsers.events import Sink
+from chunkattn.answer_parsers.grammar import Grammar, TokenId
+from chunkattn.answer_parsers.source import Source, Wait
+from chunkattn.answer_parsers.tool_parser import AUTO, OFF
+from chunkattn.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ReasoningParser:
+    """Reasoning between two markers at the beginning of an answer. The prompt may end with the first marker.
+
+    Attributes:
+        start: marker before the reasoning.
+        end: marker behind it, which chat templates of the family have.
+    """
+
+    start: str
+    end: str
+
+    def is_open(self, prompt: str) -> bool:
+        """Return whether a prompt ends inside the reasoning, with the marker before it."""
+        return prompt.rstrip().endswith(self.start)
+
+    def read(self, source: Source, sink: Sink, is_open: bool) -> Wait[None]:
+        """Read the reasoning and its end.
+
+        Args:
+            source: text of the answer.
+            sink: collector of the events.
+            is_open: whether the answer begins inside the reasoning.
+        """
+        source.mark()
+        yield from source.space()
+        has_start = yield from source.took(self.start)
+        if not (is_open or has_start):
+            source.rewind()
+            return
+        source.release()
+        yield from source.space()
+        inner = _Trimmed(sink)
+        if (yield from source.until((self.end,), inner.add)) is not None:
+            yield from source.took(self.end)
+        sink.reasoning("")
+
+    def before(self, grammar: Grammar, is_open: bool) -> str:
+        """Return the expression of the reasoning before an answer that a grammar holds to a form.
+
+        Args:
+            grammar: grammar of the answer.
+            is_open: whether the answer begins inside the reasoning, which then must end.
+        """
+        rest = f"{grammar.before(self.end)} /\\n{{0,2}}/"
+        return rest if is_open else f"({grammar.rule(f'{grammar.marker(self.start)} {rest}')})?"
+
+    def before_shape(self, shape: str, token_id: TokenId) -> str:
+        """Return the grammar of reasoning that is open, and of an answer of a shape behind it.
+
+        Args:
+            shape: grammar of the answer.
+            token_id: function from a text to the id of its special token, or None.
+        """
+        grammar = Grammar(token_id)
+        answer = grammar.forward()
+        grammar.define(answer, f"%lark {{\n{shape}\n}}")
+        return grammar.text(f"{self.before(grammar, is_open=True)} {answer}")
+
+
+class _Trimmed:
+    """Text without the white space at its end, passed on in pieces."""
+
+    def __init__(self, sink: Sink) -> None:
+        self._sink, self._space = sink, ""
+
+    def add(self, text: str) -> None:
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        self._sink.reasoning(shown)
+
+
+_THINK = ReasoningParser("<think>", "</think>")
+_parsers: dict[str, ReasoningParser] = {
+    "qwen3": _THINK,
+    "deepseek_r1": _THINK,
+    "mistral": ReasoningParser("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningParser("<|channel>thought", "<channel|>"),
+}
+
+
+def register_reasoning_parser(name: str, parser: ReasoningParser) -> None:
+    """Register a parser under a name of the option `reasoning_parser`. Later parsers win."""
+    _parsers[name] = parser
+
+
+def reasoning_parser_names() -> list[str]:
+    """Return the names of all parsers."""
+    return sorted(_parsers)
+
+
+def find_reasoning_parser(name: str, template: str) -> ReasoningParser | None:
+    """Return a parser by its name, or by the chat template.
+
+    Args:
+        name: name of a parser, `"auto"` or `"none"`.
+        template: text of the chat template, which decides under `"auto"`.
+
+    Returns:
+        The parser; None for `"none"`, and under `"auto"` for a template without known markers.
+
+    Raises:
+        ConfigError: there is no such parser.
+    """
+    if name == OFF:
+        return None
+    if name == AUTO:
+        return next((parser for parser in reversed(_parsers.values()) if parser.end in template), None)
+    if name not in _parsers:
+        raise ConfigError(f"reasoning_parser {name!r} is unknown; choose auto, none, {', '.join(reasoning_parser_names())}")
+    return _parsers[name]

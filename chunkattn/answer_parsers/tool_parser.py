@@ -1,0 +1,163 @@
+"""`ToolParser`: how a family of models writes calls of tools; and the registry of the parsers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from secrets import choice, token_hex
+from string import ascii_letters, digits
+from typing import ClassVar, TypeVar
+
+from chunkattn.answer_parsers.events import Sink
+from chunkattn.answer_parsers.grammar import ANY_TEXT, Grammar, TokenId, either, quoted
+from chunkattn.answer_parsers.source import Source, Wait
+from chunkattn.answer_parsers.tools import Tool, Tools
+from chunkattn.errors import ConfigError
+
+P = TypeVar("P", bound="ToolParser")
+
+AUTO, OFF = "auto", "none"
+"""Names of options: choose by the chat template, and read nothing."""
+
+_parsers: dict[str, ToolParser] = {}
+
+
+class ToolParser(ABC):
+    """Form in which a family of models writes calls of tools.
+
+    Attributes:
+        traces: texts in the chat templates of the family; a template has one of them.
+        openings: texts that begin calls, the usual one first; empty for calls that begin with the answer.
+        markers: further texts of the form that may be special tokens, which texts leave out by default.
+    """
+
+    traces: ClassVar[tuple[str, ...]] = ()
+    openings: ClassVar[tuple[str, ...]] = ()
+    markers: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def read_calls(self, source: Source, sink: Sink, tools: Tools) -> Wait[bool]:
+        """Read what stands at an opening, with the opening.
+
+        Returns:
+            Whether a call has begun. The caller rewinds text that is none.
+        """
+
+    @abstractmethod
+    def calls(self, grammar: Grammar, tools: Tools) -> str:
+        """Return the expression of one to `tools.most_calls` calls, without the first opening.
+
+        Raises:
+            RequestError: a schema cannot be enforced in this form.
+        """
+
+    def read(self, source: Source, sink: Sink, tools: Tools) -> Wait[None]:
+        """Read an answer: content, with calls at the openings. A text that is no call is content."""
+        while (found := (yield from source.until(self.openings, sink.content))) is not None:
+            source.mark()
+            if not (yield from self.read_calls(source, sink, tools)):
+                source.rewind()
+                yield from source.took(found)
+                sink.content(found)
+            source.release()
+
+    def grammar(self, tools: Tools, token_id: TokenId, before: Callable[[Grammar], str] | None = None) -> str:
+        """Return the grammar of answers that make the calls they must make, and that hold all calls to their schemas.
+
+        Args:
+            tools: tools of the request.
+            token_id: function from a text to the id of its special token, or None.
+            before: function that returns the expression of what stands before the answer, such as reasoning.
+
+        Raises:
+            RequestError: as `calls`.
+        """
+        grammar = Grammar(token_id)
+        start = [] if before is None else [before(grammar)]
+        calls = self.calls(grammar, tools)
+        if tools.mode == "required":
+            opening = [grammar.marker(self.openings[0])] if self.openings else []
+            return grammar.text(" ".join([*start, *opening, calls]))
+        return grammar.text(" ".join([*start, self.maybe(grammar, calls)]))
+
+    def maybe(self, grammar: Grammar, calls: str) -> str:
+        """Return the expression of a text that may end with calls."""
+        opening = self.openings[0]
+        head, text = grammar.before(opening), grammar.terminal(ANY_TEXT)
+        if not grammar.is_token(opening):
+            text = grammar.terminal(f"{ANY_TEXT} & ~({ANY_TEXT} {either([*map(quoted, self.openings)])} {ANY_TEXT})")
+        return f"({grammar.rule(f'{head} {calls}')} | {grammar.rule(text)})"
+
+    def new_id(self) -> str:
+        """Return a random id of a call, in OpenAI's format."""
+        return f"call_{token_hex(12)}"
+
+
+def short_id() -> str:
+    """Return a random id of nine letters and digits, as Mistral's templates want."""
+    return "".join(choice(ascii_letters + digits) for _ in range(9))
+
+
+def one_of_tools(grammar: Grammar, tools: Tools, call: Callable[[Tool], str]) -> str:
+    """Return the expression of a call of any function that may be called.
+
+    Args:
+        grammar: grammar of the rules.
+        tools: tools of the request.
+        call: function that returns the expression of a function's call.
+    """
+    return grammar.rule(either([grammar.rule(call(tool)) for tool in tools.callable]))
+
+
+def repeated(grammar: Grammar, tools: Tools, first: str, further: str) -> str:
+    """Return the expression of one to `tools.most_calls` calls.
+
+    Args:
+        grammar: grammar of the rules.
+        tools: tools of the request.
+        first: expression of the first call.
+        further: expression of a call behind another one.
+    """
+    return first if tools.most_calls == 1 else f"{first} {grammar.rule(further)}{{0,{tools.most_calls - 1}}}"
+
+
+def register_tool_parser(*names: str) -> Callable[[type[P]], type[P]]:
+    """Return a decorator that registers a class under names of the option `tool_call_parser`. Later classes win.
+
+    Args:
+        *names: names, the main one first.
+    """
+
+    def register(kind: type[P]) -> type[P]:
+        parser = kind()
+        _parsers.update(dict.fromkeys(names, parser))
+        return kind
+
+    return register
+
+
+def tool_parser_names() -> list[str]:
+    """Return the names of all parsers."""
+    return sorted(_parsers)
+
+
+def find_tool_parser(name: str, template: str) -> ToolParser | None:
+    """Return a parser by its name, or by the chat template.
+
+    Args:
+        name: name of a parser, `"auto"` or `"none"`.
+        template: text of the chat template, which decides under `"auto"`.
+
+    Returns:
+        The parser; None for `"none"`, and under `"auto"` for a template without a known form.
+
+    Raises:
+        ConfigError: there is no such parser.
+    """
+    if name == OFF:
+        return None
+    if name == AUTO:
+        return next((p for p in reversed(_parsers.values()) if any(trace in template for trace in p.traces)), None)
+    if name not in _parsers:
+        raise ConfigError(f"tool_call_parser {name!r} is unknown; choose auto, none, {', '.join(tool_parser_names())}")
+    return _parsers[name]
