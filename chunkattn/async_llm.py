@@ -160,6 +160,7 @@ class AsyncLLM(AsyncRunner):
         chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one conversation, and yield outputs as `generate` does.
@@ -180,6 +181,7 @@ class AsyncLLM(AsyncRunner):
             chat_template: see `LLM.chat`.
             add_generation_prompt: see `LLM.chat`.
             continue_final_message: see `LLM.chat`.
+            tools: see `LLM.chat`.
             chat_template_kwargs: variables of the chat template.
 
         Raises:
@@ -190,7 +192,9 @@ class AsyncLLM(AsyncRunner):
         """
 
         def make() -> GenerateJob:
-            options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
+            options = chat_options(
+                chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message, tools=tools
+            )
             chats = [as_list(messages, "messages")]
             parsed = self.frontend.parse_chat(chats, documents, options, focus, chunk_mode=chunk_mode)
             return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)

@@ -151,6 +151,7 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or many.
@@ -171,6 +172,7 @@ class LLM:
             add_generation_prompt: whether the prompt ends with the beginning of an answer; None says so unless the last message
                 is continued.
             continue_final_message: whether the prompt ends with the content of the last message, which the model continues.
+            tools: functions that the chat template shows to the model, each `{"type": "function", "function": {"name", ...}}`.
             chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
 
         Raises:
@@ -179,7 +181,7 @@ class LLM:
             NotRenderedError: the chat template leaves out a message or a part of it.
             EngineError: a step failed.
         """
-        options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
+        options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message, tools=tools)
         chats = self.frontend.parse_chat(messages, documents, options, focus, chunk_mode=chunk_mode)
         parsed = self._adapted(chats, lora_request, cache_salt)
         return self.run(generate_batch(self.frontend, parsed, sampling_params, priority), use_tqdm)

@@ -30,8 +30,10 @@ def _contents(documents):
     return [content for number, content in enumerate(with_stored(documents or (), {})) if number not in named]
 
 
-def _template(variables):
-    return {"template": {name: value for name, value in variables.items() if name not in _UNSHARED and value is not None}}
+def _template(variables, body=None):
+    shared = {name: value for name, value in variables.items() if name not in _UNSHARED and value is not None}
+    tools = [] if body is None else body.shown_tools
+    return {"template": shared} | ({"tools": json.dumps(tools, separators=(",", ":"))} if tools else {})
 
 
 def _kind(content, body):
@@ -65,9 +67,9 @@ def _prompts(body):
         case CompletionBody() | InspectBody() | TokenizeBody(messages=None):
             return _texts(body.prompt, body), []
         case TokenizeBody():
-            return [Prompt(_template(body.variables), [m.plain() for m in body.messages])], []
+            return [Prompt(_template(body.variables, body), [m.plain() for m in body.messages])], []
         case ChatBody(documents=documents):
-            messages, kind = [m.plain() for m in body.messages], _template(body.variables)
+            messages, kind = [m.plain() for m in body.messages], _template(body.variables, body)
             if not documents:
                 return [Prompt(kind, messages)], []
             first = [message["role"] for message in messages].index("user")
@@ -76,7 +78,7 @@ def _prompts(body):
             start = body.start()
             if body.messages is None:
                 return [Prompt(_kind(start, body), [start], body.texts())], []
-            return [Prompt(_template(body.chat_template_kwargs), start, body.texts())], []
+            return [Prompt(_template(body.chat_template_kwargs, body), start, body.texts())], []
         case ScoreBody(pairwise=True):
             queries, _ = body.pairs({})
             texts = [body.text_2, body.items, body.documents]

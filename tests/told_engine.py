@@ -66,6 +66,7 @@ class Writer:
     def __init__(self, client):
         self.client = client
         self.requests, self.aborted, self.delay, self.tasks, self.token_ids = [], [], 0.0, set(), (7, 8)
+        self.reason = "length"
 
     def send(self, messages):
         for message in messages:
@@ -90,7 +91,7 @@ class Writer:
         for sample in range(params.n):
             ids = () if request.prompt_only else self.token_ids[: params.max_tokens]
             told = None if params.logprobs is None else logprobs(len(ids), params.logprobs)
-            self._reply(TokenOutput(request.request_id, sample, ids, told, "length", None, CachedTokens(0, (), 0)))
+            self._reply(TokenOutput(request.request_id, sample, ids, told, self.reason, None, CachedTokens(0, (), 0)))
 
 
 def logprobs(rows, count):

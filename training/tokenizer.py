@@ -11,11 +11,18 @@ import sentencepiece as spm
 from training.world import EOS, PREFIX, SYLLABLES, World
 
 CHAT_TEMPLATE = (
+    "{% if tools %}Tools:{% for tool in tools %} {{ tool['function'] | tojson }}{% endfor %}"
+    ' Call: <tool_call>{"name": NAME, "arguments": OBJECT}</tool_call> {% endif %}'
     "{% if messages[0]['role'] != 'system' %}" + PREFIX + "{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ message['content'] }}"
     "{% if not loop.last or add_generation_prompt %} Answer:{% endif %}"
-    "{% elif message['role'] == 'assistant' %} {{ message['content'] }}" + EOS + "{% else %}{{ message['content'] }}{% endif %}"
+    "{% elif message['role'] == 'assistant' %} {{ message['content'] }}{% for call in message['tool_calls'] or [] %}"
+    """{% set called = call['function'] %}<tool_call>{"name": {{ called['name'] | tojson }}, "arguments": """
+    "{{ called['arguments'] | tojson }}}</tool_call>{% endfor %}"
+    + EOS
+    + "{% elif message['role'] == 'tool' %} {{ message['content'] }}"
+    "{% if loop.last and add_generation_prompt %} Answer:{% endif %}{% else %}{{ message['content'] }}{% endif %}"
     "{% endfor %}"
 )
 

@@ -184,16 +184,17 @@ class Frontend:
             chosen = replace(self.default_sampling, max_tokens=None)
         return one_each(chosen, SamplingParams, count, "sampling_params")
 
-    def template_options(self, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    def template_options(self, variables: Mapping[str, Any] | None, tools: Any = None) -> dict[str, Any]:
         """Return the variables of a chat template, with the text of a template that the caller names.
 
         Args:
             variables: argument `chat_template_kwargs` of the caller.
+            tools: functions that the template shows; see `chat_options`.
 
         Raises:
             RequestError: an argument is malformed, or the template is (see `own_template`).
         """
-        options = chat_options(variables)
+        options = chat_options(variables, tools=tools)
         if (template := options.get("chat_template")) is not None and self.tokenizer is not None:
             try:
                 options["chat_template"] = own_template(self.tokenizer, template)

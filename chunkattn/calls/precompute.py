@@ -26,6 +26,7 @@ class LookupOptions(TypedDict, total=False):
         cache_salt: see `LLM.generate`.
         lora_request: see `LLM.generate`; one adapter for the call.
         chat_template_kwargs: the same options as in the calls of `chat`.
+        tools: the same tools as in the calls of `chat`.
         chunk_mode: see `LLM.generate`. `"joined"` takes all documents together, and reports them as one.
         keep_states: count a document as cached only with the state at its end; no effect without recurrent layers.
     """
@@ -33,6 +34,7 @@ class LookupOptions(TypedDict, total=False):
     cache_salt: str | None
     lora_request: LoRARequest | None
     chat_template_kwargs: Mapping[str, Any] | None
+    tools: Sequence[Mapping[str, Any]] | None
     chunk_mode: str
     keep_states: bool
 
@@ -46,6 +48,7 @@ class PrecomputeOptions(LookupOptions, total=False):
         cache_salt: see `LLM.generate`.
         lora_request: see `LLM.generate`; one adapter for the call.
         chat_template_kwargs: the same options as in the later calls of `chat`.
+        tools: the same tools as in the later calls of `chat`.
         chunk_mode: see `LLM.generate`. `"joined"` computes all documents together for later calls of that mode, and reports
             them as one.
         keep_states: keep the state at the end of every document as well, so that a question behind it does not compute the
@@ -219,6 +222,7 @@ def precompute_job(
     cache_salt: str | None = None,
     lora_request: LoRARequest | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     chunk_mode: str = ISOLATED,
     keep_states: bool = False,
     names: Names = DOCUMENT_NAMES,
@@ -234,7 +238,7 @@ def precompute_job(
     """
     if isinstance(documents, Sequence) and not isinstance(documents, str):
         frontend.limits.check_count(len(documents), "documents", names.chunks)
-    joins, variables = is_joined(chunk_mode), frontend.template_options(chat_template_kwargs)
+    joins, variables = is_joined(chunk_mode), frontend.template_options(chat_template_kwargs, tools)
     prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, variables, names)
     if joins:
         chunks, names = joined_ids(chunks), names_of_joined(names)

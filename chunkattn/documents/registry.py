@@ -308,7 +308,7 @@ def _records_of(scope: Scope, body: CacheBody | ForgetBody) -> list[DocumentReco
         ApiError: 400, a document is empty, or two share an id and are not joined.
     """
     may_repeat = isinstance(body, ForgetBody) and body.chunk_mode == "joined"
-    prefix = Prefix(body.start(), body.messages is not None, body.chat_template_kwargs)
+    prefix = Prefix(body.start(), body.messages is not None, body.template_options())
     digest, numbers = blake2b(prefix.encode(), digest_size=16).digest(), dict[str, int]()
     records = []
     for number, (name, source) in enumerate(zip(body.ids(), body.texts(), strict=True)):

@@ -53,7 +53,12 @@ class DocumentRequests:
         """Return the body that names prefix and documents of records with one prefix and scope, with their remote ids."""
         prefix = records[0].prefix
         start = {"messages": prefix.source} if prefix.is_chat else {"prefix": prefix.source}
-        options = {"chat_template_kwargs": dict(prefix.template_options)} if prefix.template_options else {}
+        variables = dict(prefix.template_options)
+        options = {
+            name: value
+            for name, value in (("tools", variables.pop("tools", None)), ("chat_template_kwargs", variables))
+            if value
+        }
         documents = [{"id": remote_id(r), "text": r.document} if isinstance(r.document, str) else r.source for r in records]
         return {**start, "documents": documents, **options, **salt_of(records[0]), **fields}
 

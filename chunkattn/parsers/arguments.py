@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from chunkattn.adapter_salt import salted, split
+from chunkattn.answer_parsers.tools import check_tools
 from chunkattn.errors import CapacityError, RequestError, shown
 from chunkattn.parsers.token_lists import TokenLists
 from chunkattn.sampling_params import MAX_SALT_CHARS
@@ -66,6 +67,8 @@ def chat_options(
     chat_template: str | None = None,
     add_generation_prompt: bool | None = None,
     continue_final_message: bool = False,
+    *,
+    tools: Any = None,
 ) -> dict[str, Any]:
     """Return the variables of a chat template with the arguments that decide how it is rendered.
 
@@ -75,14 +78,16 @@ def chat_options(
         add_generation_prompt: whether the text ends with the beginning of an answer; None says so unless the last message is
             continued.
         continue_final_message: whether the text ends with the content of the last message, for the model to continue.
+        tools: functions that the template shows; see `check_tools`.
 
     Raises:
-        RequestError: an argument has a wrong type, or an answer is to begin and the last message to go on.
+        RequestError: an argument has a wrong type, a tool is malformed, or an answer is to begin and the last message to go on.
     """
     explicit = {
         "chat_template": chat_template,
         "add_generation_prompt": add_generation_prompt,
         "continue_final_message": continue_final_message or None,
+        "tools": check_tools([] if tools is None else tools) or None,
     }
     options = {**check_template_options(variables), **{name: value for name, value in explicit.items() if value is not None}}
     for name, kind in (("chat_template", str), ("add_generation_prompt", bool), ("continue_final_message", bool)):

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 from uuid import uuid4
 
-from chunkattn.errors import RequestError
+from chunkattn.errors import NotRenderedError, RequestError
 from chunkattn.parsers.chat_template import ChatTemplate, texts_of, with_texts
 from chunkattn.parsers.messages import check_rendered, read_messages
 
@@ -59,7 +59,7 @@ def split_chat(
     Raises:
         RequestError: a message is malformed, there is no usable template, the template changes contents that hold a control
             token, or the text is to be cut, and there is no user message or the template moves its content.
-        NotRenderedError: the template leaves out a message or a part of it.
+        NotRenderedError: the template leaves out a message or a part of it, or the tools.
     """
     template, originals = ChatTemplate(tokenizer, template_options), messages
     messages = read_messages(template, messages)
@@ -68,6 +68,11 @@ def split_chat(
         raise RequestError(
             "messages hold no user message, and documents stand in front of the first one's content", param="messages"
         )
+    if template_options.get("tools") and not template.shows_tools():
+        text = (
+            "the chat template does not show tools, so the model would not see them; leave them out, or give another template"
+        )
+        raise NotRenderedError(text, param="tools")
     text = template.render(messages)
     cut = _start(template, messages, users[0], text) if is_cut else 0
     if cut is None:

@@ -151,6 +151,16 @@ class ChatTemplate:
             message = {**message, "content": [_part("".join(texts))]}
         return dict(message)
 
+    def shows_tools(self) -> bool:
+        """Return whether the template shows tools: a conversation with a marked one tells."""
+        mark = str(uuid4().int)
+        parameters = {"type": "object", "properties": {"x": {"type": "string", "description": "x"}}, "required": ["x"]}
+        tool = {"type": "function", "function": {"name": mark, "description": "x", "parameters": parameters}}
+        try:
+            return mark in self._apply([self.shaped({"role": "user", "content": "x"})], {**self._options, "tools": [tool]})
+        except Exception:  # rendering the conversation raises the error
+            return True
+
     def _apply(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
 

@@ -209,6 +209,8 @@ class PromptParser:
             raise RequestError("chat needs a tokenizer and this engine has none", param="messages")
         _check_unicode(messages)
         self.encode.check_length(text_of(messages), "the text of all messages", param)
+        if tools := template_options.get("tools"):
+            self.encode.check_length(text_of(tools), "the text of all tools", "tools")
         tokenizer, special, how = self.encode.tokenizer, self.encode.special, {"is_cut": is_cut, "with_history": with_history}
         return split_chat(tokenizer, messages, special, self._is_trusted, template_options, **how)
 

@@ -86,15 +86,11 @@ class CompletionNoEffect(SharedNoEffect):
 class ChatNoEffect(SharedNoEffect):
     """Fields without effect of chats."""
 
-    tools: Annotated[NoEntries, no_effect("an empty list", "no tool is called")] = None
-    functions: Annotated[NoEntries, no_effect("an empty list", "no tool is called")] = None
-    tool_choice: Annotated[str, only("none"), no_effect('"none"', "no tool is called")] = "none"
-    function_call: Annotated[str, only("none"), no_effect('"none"', "no tool is called")] = "none"
-    parallel_tool_calls: Annotated[Flag, no_effect(_FLAG, "no tool is called")] = None
+    functions: Annotated[NoEntries, no_effect("an empty list", "see `tools`")] = None
+    function_call: Annotated[str, only("none"), no_effect('"none"', "see `tool_choice`")] = "none"
     modalities: Annotated[list[str] | None, only(["text"]), no_effect('["text"]', "answers are text")] = None
     verbosity: Annotated[str, only("medium"), no_effect('"medium"', "it is the default")] = "medium"
     prediction: Annotated[ShallowObject, no_effect(AN_OBJECT, "nothing is predicted")] = None
-    include_reasoning: Annotated[Flag, no_effect(_FLAG, "reasoning is a part of the text")] = None
     add_special_tokens: Annotated[bool, only(False), no_effect("false", "the chat template writes them")] = False
 
 

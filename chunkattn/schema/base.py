@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, cast
+from typing import Annotated, Any, ClassVar, TypeVar, cast
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from chunkattn.errors import ChunkAttnError
-from chunkattn.parsers.arguments import chat_options
 from chunkattn.sampling_params import (
     MAX_LABELS,
     MAX_LOGIT_BIAS,
@@ -140,40 +139,6 @@ class Body(Strict):
         one, two = getattr(self, name), getattr(self, other)
         if None not in (one, two) and one != two:
             raise ValueError(f"{name} and {other} differ; give one of them")
-
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""OpenAI's values."""
-
-
-class Rendered(Body):
-    """Fields that decide how a chat template renders messages."""
-
-    add_generation_prompt: bool | None = None
-    """End the prompt with the beginning of an answer; by default unless a message goes on."""
-    continue_final_message: bool = False
-    """End the prompt with the content of the last message, which the model continues."""
-    reasoning_effort: ReasoningEffort | None = None
-    """Variable of the chat template; templates that do not read it ignore it."""
-    chat_template_kwargs: TemplateOptions
-
-    @model_validator(mode="after")
-    def _check_rendered(self) -> Self:
-        if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message and add_generation_prompt exclude each other; leave one of them out")
-        if self.reasoning_effort is not None and self.variables["reasoning_effort"] != self.reasoning_effort:
-            raise ValueError("reasoning_effort and that of chat_template_kwargs differ; give one of them")
-        return self
-
-    @property
-    def variables(self) -> dict[str, Any]:
-        """Return the variables of the chat template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | self.chat_template_kwargs
-
-    def template_options(self) -> dict[str, Any]:
-        """Return the variables of the chat template and the arguments that decide how it is rendered."""
-        return chat_options(self.variables, None, self.add_generation_prompt, self.continue_final_message)
 
 
 _MAX_ID_DIGITS = 12

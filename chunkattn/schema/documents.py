@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from chunkattn.schema.base import Body, CacheSalt, FastList, TemplateOptions, TokenIds
 from chunkattn.schema.generation import ChunkMode, Document, Messages
+from chunkattn.schema.rendered import Tooled
 
 _ID = re.compile(r"[\w.:@-]{1,128}", re.ASCII)
 _LONGEST_TTL_S = 10.0**9
@@ -23,7 +24,7 @@ def _check_ttl(value: float) -> float:
 Seconds = Annotated[float, AfterValidator(_check_ttl), Field(description="Seconds until the document is deleted.")]
 
 
-class _Parts(Body):
+class _Parts(Tooled):
     """Documents after a prefix."""
 
     prefix: str | TokenIds = ""
@@ -39,6 +40,8 @@ class _Parts(Body):
     def _check(self) -> Self:
         if self.messages is not None and self.prefix:
             raise ValueError("prefix and messages exclude each other")
+        if self.messages is None and self.tools:
+            raise ValueError("tools need messages: the chat template shows them")
         if not self.documents:
             raise ValueError("documents hold no document")
         if self.messages == [] and all(isinstance(document, list) for document in self.documents):
@@ -55,6 +58,10 @@ class _Parts(Body):
     def texts(self) -> list[Any]:
         """Return text or token ids of each document."""
         return [d.plain() if isinstance(d, Document) else d for d in self.documents]
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the variables of the chat template, with the tools."""
+        return {**self.chat_template_kwargs, **({"tools": self.shown_tools} if self.tools else {})}
 
     def start(self) -> Any:
         """Return the messages or the prefix. A missing prefix is empty text, or empty ids if the documents are ids."""

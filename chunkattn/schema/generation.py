@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from chunkattn.answer_parsers.tools import Tools
 from chunkattn.focus import Focus
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
@@ -18,9 +19,11 @@ from chunkattn.schema.accepted import (
     ShallowObject,
     no_effect,
 )
-from chunkattn.schema.base import Body, Entry, FastList, Rendered, Sampling, Strict, Texts, TokenIds, TokenLists
+from chunkattn.schema.base import Body, Entry, FastList, Sampling, Strict, Texts, TokenIds, TokenLists
 from chunkattn.schema.parts import chat_message, titled
+from chunkattn.schema.rendered import Rendered
 from chunkattn.schema.shapes import SHAPE_FIELDS
+from chunkattn.structured_outputs import PARAM
 from chunkattn.web.errors import ApiError
 
 
@@ -275,6 +278,19 @@ class Message(MessageNoEffect):
 Messages = Annotated[FastList[Message], Field(max_length=MAX_MESSAGES)]
 
 
+class NamedFunction(Entry):
+    """Name of a function."""
+
+    name: str
+
+
+class NamedChoice(Entry):
+    """Choice of the function that an answer calls."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
 class ChatBody(Sampling, Rendered, ChatNoEffect):
     """Request body of `/v1/chat/completions`."""
 
@@ -282,7 +298,7 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
         "prompt": ("messages",),
         "max_tokens": ("max_tokens", "max_completion_tokens"),
         "logprobs": ("top_logprobs", "logprobs"),
-        **SHAPE_FIELDS,
+        PARAM: (*SHAPE_FIELDS[PARAM], "tools"),
     }
 
     messages: Messages
@@ -295,6 +311,13 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
+    """Choice of the answer: it may call tools (`auto`, the default with tools), may not (`none`), must (`required`), or calls
+    the one that is named. The prompt shows the tools in each case."""
+    parallel_tool_calls: bool = True
+    """Allow several calls in one answer."""
+    include_reasoning: bool = True
+    """Return the reasoning as `reasoning_content`, in a model whose chat template marks it."""
     echo: bool = False
     """Begin the answer with the text of the last message, if that is an assistant's."""
 
@@ -303,7 +326,30 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs need logprobs: true")
         self.check_same("max_tokens", "max_completion_tokens")
+        self._check_choice()
         return self
+
+    def _check_choice(self) -> None:
+        """Check the choice of tools.
+
+        Raises:
+            ApiError: 400, it needs tools, or names none of them.
+        """
+        choice, names = self.tool_choice, [tool.function.name for tool in self.tools or ()]
+        if isinstance(choice, NamedChoice) and choice.function.name not in names:
+            text = f"tool_choice names {choice.function.name[:160]!r}, which is none of the tools"
+            raise ApiError(400, text, param="tool_choice", code="invalid_value")
+        if choice == "required" and not names:
+            raise ApiError(400, "tool_choice required needs tools", param="tool_choice", code="invalid_value")
+
+    def tools_of(self) -> Tools | None:
+        """Return the tools with the choice among them, or None without tools."""
+        choice, functions = self.tool_choice or "auto", self.functions_of_tools
+        if not functions:
+            return None
+        if isinstance(choice, NamedChoice):
+            return Tools(functions, "required", choice.function.name, self.parallel_tool_calls)
+        return Tools(functions, choice, None, self.parallel_tool_calls)
 
     def named(self) -> dict[int, str]:
         """Return the ids of the documents named by id, by their place."""

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from chunkattn.answer_parsers.tools import shown_tool
 from chunkattn.web.paths import RERANK_PATHS
 
 Object = Mapping[str, Any]
@@ -327,7 +328,13 @@ ROUTES: dict[str, Route] = {
 def _template(body: Object) -> Any:
     """Return what the text before the first user message depends on beside the messages."""
     options = {"reasoning_effort": body.get("reasoning_effort"), **(body.get("chat_template_kwargs") or {})}
-    return {"template": {name: value for name, value in options.items() if name not in _UNSHARED and value is not None}}
+    shared = {name: value for name, value in options.items() if name not in _UNSHARED and value is not None}
+    return {"template": shared, **tools_kind(body.get("tools") or ())}
+
+
+def tools_kind(tools: Sequence[Object]) -> dict[str, str]:
+    """Return what a prefix depends on beside the messages if the chat template shows tools: their text, in their order."""
+    return {"tools": json.dumps([*map(shown_tool, tools)], separators=(",", ":"))} if tools else {}
 
 
 def _contents(documents: Any) -> list[Any]:

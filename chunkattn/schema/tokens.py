@@ -6,8 +6,9 @@ from typing import ClassVar
 
 from pydantic import model_validator
 
-from chunkattn.schema.base import Body, CacheSalt, Rendered, TokenIds
+from chunkattn.schema.base import Body, CacheSalt, TokenIds
 from chunkattn.schema.generation import Messages, PromptBody
+from chunkattn.schema.rendered import Rendered
 from chunkattn.web.errors import ApiError
 
 

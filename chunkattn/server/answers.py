@@ -1,4 +1,4 @@
-"""`Completion` and `Chat`: requests for generated text, and the builders of their answers."""
+"""`Answer` and `Completion`: requests for generated text, and the builders of their answers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from chunkattn.server.texts import (
     Entry,
     Offsets,
     Tail,
-    chat_logprobs,
     completion_logprobs,
     prompt_logprobs,
     token_name,
@@ -84,8 +83,8 @@ class Answer(ABC):
         """Return the choice that opens a sample's stream before any text, or None."""
 
     @abstractmethod
-    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """Return a choice with what a sample has gained."""
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """Return a choice with what a sample has gained, or None if nothing of it is sent."""
 
     def check_size(self) -> None:
         """Check the number of log-probabilities in the answer, before any work.
@@ -333,58 +332,3 @@ class Completion(Answer):
 
     def _logprobs(self, ids: list[int], entries: Sequence[Entry], offsets: list[int]) -> dict[str, Any]:
         return completion_logprobs(ids, entries, self.body.logprobs or 0, offsets, self.token_name)
-
-
-class Chat(Answer):
-    """Request to `/v1/chat/completions`."""
-
-    kind, object_name, chunk_name, field = "chatcmpl", "chat.completion", "chat.completion.chunk", "documents"
-
-    def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
-        super().__init__(body, state, caller)
-        self.body, self.documents = body, body.chunks(self.contents)
-        num_top = (body.top_logprobs or 0) if body.logprobs else None
-        self.params = body.sampling(
-            state.llm.frontend.sampling_defaults, max_tokens=body.argument("max_tokens"), logprobs=num_top
-        )
-
-    @property
-    def prompt_size(self) -> int:
-        """Return the characters of all messages and documents."""
-        return sum(m.size for m in self.body.messages) + self.documents_size(self.documents or ())
-
-    async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
-        """Return the generator of the conversation's outputs."""
-        self.caller.take(1)
-        return [self.state.llm.stream(self._job, timeout=self.state.config.request_timeout_s, snapshots=False)]
-
-    def _job(self) -> GenerateJob:
-        """Return the job of the conversation."""
-        frontend, body = self.state.llm.frontend, self.body
-        messages = [m.plain() for m in body.messages]
-        options = body.template_options()
-        (parsed,) = frontend.parse_chat([messages], self.documents, options, self.focus, chunk_mode=body.chunk_mode)
-        job = self.job_of(parsed, most_tokens=frontend.sampling_defaults.get("max_tokens"))
-        self.check_generated(job, parsed)
-        return job
-
-    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
-        """Return the choice of a finished sample."""
-        token_logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
-        message = {"role": "assistant", "content": self.body.echoed + sample.text, "refusal": None}
-        return self.entry(index, {"message": message}, token_logprobs, sample, output)
-
-    def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
-        """Return the choice with the assistant's role, which opens a sample's stream."""
-        opened = {"role": "assistant", "content": self.body.echoed}
-        return {"index": index, "delta": opened, "logprobs": None, "finish_reason": None}
-
-    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any]:
-        """Return a choice with what a sample has gained."""
-        token_logprobs = None if new.logprobs is None else self._logprobs(new.token_ids, new.logprobs)
-        delta = {"content": new.text} if new.text or token_logprobs else {}
-        choice = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": new.finish_reason}
-        return choice if new.finish_reason is None else {**choice, "stop_reason": new.stop_reason}
-
-    def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
-        return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)

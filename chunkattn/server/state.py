@@ -12,11 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import Depends, Request
 
+from chunkattn.answer_parsers.families import find_tool_parser
+from chunkattn.answer_parsers.reasoning import ReasoningParser, find_reasoning_parser
+from chunkattn.answer_parsers.tool_parser import ToolParser
 from chunkattn.documents.records import DocumentRecords, Scope
 from chunkattn.documents.registry import Registry
 from chunkattn.errors import ConfigError
 from chunkattn.gguf_names import split_quant
 from chunkattn.parsers import PromptParser
+from chunkattn.parsers.chat_template import ChatTemplate
 from chunkattn.request_record import RECORD
 from chunkattn.schema.base import Body
 from chunkattn.schema.documents import CacheBody, ForgetBody
@@ -56,6 +60,8 @@ class ServerState(HttpState):
         places = max(1, int(config.max_queue_share * llm.config.max_queued_requests))
         super().__init__(config, places, llm.config.max_items_per_request, self._noted)
         self.llm, self.started, self.engine_gauges = llm, int(time.time()), EngineGauges()
+        find_tool_parser(config.tool_call_parser, "")
+        find_reasoning_parser(config.reasoning_parser, "")
         if taken := set(llm.config.lora_names) & set(self.model_names):
             raise ConfigError(f"lora_modules names {min(taken)!r}, which is a name of the base model; choose another")
 
@@ -104,6 +110,33 @@ class ServerState(HttpState):
         """Return the texts of the model's tokens. The engine must have been started."""
         frontend = self.llm.frontend
         return TokenTexts(frontend.tokenizer, frontend.parser.encode.leading_ids)
+
+    @cached_property
+    def tool_parser(self) -> ToolParser | None:
+        """Return the form of the model's calls, or None. The engine must have been started."""
+        return find_tool_parser(self.config.tool_call_parser, self._template)
+
+    @cached_property
+    def reasoning_parser(self) -> ReasoningParser | None:
+        """Return the form of the model's reasoning, or None. The engine must have been started."""
+        return find_reasoning_parser(self.config.reasoning_parser, self._template)
+
+    @property
+    def _template(self) -> str:
+        """Return the chat template for conversations with tools; empty without one."""
+        tokenizer = self.llm.frontend.tokenizer
+        return "" if tokenizer is None else ChatTemplate(tokenizer, {"tools": [{}]}).text
+
+    def shows_markers(self, calls: ToolParser | None, reasoning: ReasoningParser | None) -> bool:
+        """Return whether a marker of calls or reasoning is a special token, which a text must then show.
+
+        Args:
+            calls: form of the calls that are read; None if none are.
+            reasoning: form of the reasoning that is read; None if none is.
+        """
+        markers = () if calls is None else (*calls.openings, *calls.markers)
+        markers += () if reasoning is None else (reasoning.start, reasoning.end)
+        return any(self.texts.special_id(marker) is not None for marker in markers)
 
     @cached_property
     def model_name(self) -> str:

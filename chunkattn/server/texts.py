@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -107,6 +107,15 @@ class TokenTexts:
         if all(letter in _BYTE_OF for letter in symbol):  # byte-level BPE's letters
             return bytes(_BYTE_OF[letter] for letter in symbol)
         return text.encode("utf-8", "replace")
+
+    def special_id(self, text: str) -> int | None:
+        """Return the id of the special token that has a text, or None."""
+        return self._special_ids.get(text)
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
+        return {token.content: number for number, token in added.items() if token.special}
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """Return the text of a token sequence.

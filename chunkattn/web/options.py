@@ -77,6 +77,10 @@ class ServerConfig:
         document_store: file in which the documents of `/v1/cache/documents` survive a restart of the server, made when absent.
             It holds their texts. Each server needs a file of its own.
         report_documents: answer `/v1/cache/report`, from which a gateway reads which documents the KV cache holds.
+        tool_call_parser: form in which the model writes calls of tools, by its name in vLLM: `hermes`, `qwen3_coder`,
+            `llama3_json`, `mistral`, `functiongemma` or `gemma4`; `auto` chooses by the chat template, `none` refuses tools.
+        reasoning_parser: form in which the model marks its reasoning, by its name in vLLM: `qwen3`, `deepseek_r1`, `mistral` or
+            `gemma4`; `auto` chooses by the chat template, `none` leaves it in the text.
         allow_credentials: let such pages send the credentials that the browser keeps for the server. Needs origins by name.
     """
 
@@ -116,6 +120,8 @@ class ServerConfig:
     allowed_headers: tuple[str, ...] = ("*",)
     document_store: str | None = None
     report_documents: bool = False
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     allow_credentials: bool = False
 
     def __post_init__(self) -> None:

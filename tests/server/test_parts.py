@@ -60,6 +60,7 @@ ITEMS = [
     {"type": "custom_tool_call", "call_id": "2", "name": "g", "input": "raw"},
     {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "out"}]},
 ]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "description": None, "strict": True}}
 SHOWN = {"chat_template_kwargs": {"enable_thinking": False, "tone": "dry"}, "cache_salt": "mine"}
 CHUNKED = [
     {"prompt": "Hello."},
@@ -80,16 +81,23 @@ for documents, names in (([ANN, BEN, STORED], ["name", "age"]), ([ANN, STORED], 
 LABELS = {"label_token_ids": [1], "apply_softmax": True}
 DOCUMENTS = [{"documents": [d for d in LISTED if d != {"id": "stored"}], "prefix": "Read."}, {"documents": [[7]]}]
 DOCUMENTS += [{"documents": ["a"], "messages": [SYSTEM], **SHOWN}, {"documents": ["a", [1]], "messages": []}]
+DOCUMENTS += [{"documents": ["a"], "messages": [SYSTEM], "tools": [TOOL], **SHOWN}]
 BODIES = {
     CompletionBody: [*CHUNKED, {"prompt": ["a", "b"]}, {"prompt": [[1], [2, 3]]}],
     InspectBody: CHUNKED,
-    TokenizeBody: [{"prompt": "Hello."}, {"prompt": "Hello.", "add_special_tokens": False}, {"messages": DIALOG}],
+    TokenizeBody: [
+        {"prompt": "Hello."},
+        {"prompt": "Hello.", "add_special_tokens": False},
+        {"messages": DIALOG, "tools": [TOOL]},
+    ],
     ChatBody: [
         {"messages": DIALOG, **SHOWN},
         {"messages": DIALOG, "documents": LISTED, "reasoning_effort": "high"},
         {"messages": [SYSTEM | {"content": PARTS}, USER], "documents": LISTED[:2]},
         {"messages": [SYSTEM, USER], "documents": []},
         {"messages": [USER], "documents": None},
+        {"messages": [USER], "documents": ["a"], "tools": [TOOL], "tool_choice": "none"},
+        {"messages": [USER], "tools": []},
     ],
     CacheBody: [body | {"pin": True} for body in DOCUMENTS],
     ForgetBody: DOCUMENTS,

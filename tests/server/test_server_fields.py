@@ -49,15 +49,11 @@ SHARED = {
 }
 OF_COMPLETIONS = {"best_of": ([1], [2]), "suffix": ([""], ["x"])}
 OF_CHATS = {
-    "tools": ([[]], [[{"type": "function", "function": {"name": "f"}}]]),
     "functions": ([[]], [[{"name": "f"}]]),
-    "tool_choice": (["none"], ["auto", "required", {"type": "function"}]),
     "function_call": (["none"], ["auto"]),
-    "parallel_tool_calls": ([True, False], ["x"]),
     "modalities": ([["text"]], [["text", "audio"], []]),
     "verbosity": (["medium"], ["low"]),
     "prediction": ([{"type": "content", "content": "x"}], ["x"]),
-    "include_reasoning": ([True, False], ["x"]),
     "add_special_tokens": ([False], [True]),
 }
 OF_MESSAGES = {

@@ -127,6 +127,7 @@ class ChunkLLM:
         chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         lora_request: Any = None,
     ) -> list[RequestOutput]:
@@ -145,6 +146,7 @@ class ChunkLLM:
             add_generation_prompt: whether the prompt ends with the beginning of an answer; None says so unless the last message
                 is continued.
             continue_final_message: whether the prompt ends with the content of the last message, which the model continues.
+            tools: functions that the chat template shows to the model, each `{"type": "function", "function": {"name", ...}}`.
             chat_template_kwargs: passed to the chat template, e.g. `{"enable_thinking": False}`.
             lora_request: see `generate`.
 
@@ -153,7 +155,7 @@ class ChunkLLM:
                 `generate`.
             CapacityError: as `generate`.
         """
-        options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message)
+        options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message, tools=tools)
         if chat_template is not None:
             options["chat_template"] = load_chat_template(chat_template)
         parsed = [self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages)]

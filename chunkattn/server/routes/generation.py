@@ -12,7 +12,8 @@ from chunkattn.errors import RequestError
 from chunkattn.outputs import RequestOutput
 from chunkattn.remote.async_runner import snapshot
 from chunkattn.schema.generation import ChatBody, CompletionBody
-from chunkattn.server.answers import Answer, Chat, Completion
+from chunkattn.server.answers import Answer, Completion
+from chunkattn.server.chat_answer import Chat
 from chunkattn.server.json_answer import json_answer
 from chunkattn.server.state import ServerState, State
 from chunkattn.server.texts import Tail
@@ -111,8 +112,8 @@ async def _events(
                 tail = tails[index] = Tail(answer.params.stop)
                 if begin := answer.begin(index, output, tail):
                     yield event([begin], with_usage=continuous)
-            if new := tail.take(sample):
-                yield event([answer.delta(index, new, output, tail)], with_usage=continuous)
+            if (new := tail.take(sample)) and (choice := answer.delta(index, new, output, tail)):
+                yield event([choice], with_usage=continuous)
 
     continuous = stream_options is not None and stream_options.continuous_usage_stats
     try:

@@ -1,0 +1,166 @@
+"""`Chat`: requests to `/v1/chat/completions`, and the builder of their answers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from chunkattn.answer_parsers.events import Arguments, CallBegun, Content, Event, Reasoning
+from chunkattn.answer_parsers.reader import AnswerReader, Message
+from chunkattn.calls.generate import GenerateJob
+from chunkattn.engine.grammars import grammar_of
+from chunkattn.errors import RequestError
+from chunkattn.outputs import CompletionOutput, RequestOutput
+from chunkattn.parsers import ParsedPrompt
+from chunkattn.schema.generation import ChatBody
+from chunkattn.server.answers import Answer
+from chunkattn.server.state import ServerState
+from chunkattn.server.texts import Tail, chat_logprobs
+from chunkattn.structured_outputs import StructuredOutputsParams
+from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import Caller
+
+_TAIL_TOKENS = 16
+"""Tokens at a prompt's end that may hold the beginning of the reasoning."""
+
+
+class Chat(Answer):
+    """Request to `/v1/chat/completions`."""
+
+    kind, object_name, chunk_name, field = "chatcmpl", "chat.completion", "chat.completion.chunk", "documents"
+
+    def __init__(self, body: ChatBody, state: ServerState, caller: Caller) -> None:
+        super().__init__(body, state, caller)
+        self.body, self.documents = body, body.chunks(self.contents)
+        self._tools, self._reasoning = body.tools_of(), state.reasoning_parser
+        self._calls = state.tool_parser if self._tools is not None and self._tools.mode != "none" else None
+        if self._tools is not None and self._tools.mode != "none" and self._calls is None:
+            text = "the chat template of this model has no known form of calls; start the server with --tool-call-parser"
+            raise ApiError(400, text, param="tools", code="unsupported_parameter")
+        self._readers: dict[int, AnswerReader] = {}
+        self._ids: dict[tuple[int, int], str] = {}
+        self._is_open = False
+        num_top = (body.top_logprobs or 0) if body.logprobs else None
+        self.params = body.sampling(
+            state.llm.frontend.sampling_defaults, max_tokens=body.argument("max_tokens"), logprobs=num_top
+        )
+        if state.shows_markers(self._calls, self._reasoning):
+            self.params = replace(self.params, skip_special_tokens=False)
+        if self._tools is not None and self._tools.is_enforced and self.params.structured_outputs is not None:
+            text = "tool_choice required, a named tool and strict tools have a form of their own; leave the other one out"
+            raise ApiError(400, text, param="response_format", code="invalid_value")
+
+    @property
+    def prompt_size(self) -> int:
+        """Return the characters of all messages, tools and documents."""
+        tools = sum(len(str(tool)) for tool in self.body.shown_tools)
+        return sum(m.size for m in self.body.messages) + tools + self.documents_size(self.documents or ())
+
+    async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
+        """Return the generator of the conversation's outputs."""
+        self.caller.take(1)
+        return [self.state.llm.stream(self._job, timeout=self.state.config.request_timeout_s, snapshots=False)]
+
+    def _job(self) -> GenerateJob:
+        """Return the job of the conversation."""
+        frontend, body = self.state.llm.frontend, self.body
+        messages = [m.plain() for m in body.messages]
+        options = body.template_options()
+        (parsed,) = frontend.parse_chat([messages], self.documents, options, self.focus, chunk_mode=body.chunk_mode)
+        self._hold_to_form(parsed)
+        job = self.job_of(parsed, most_tokens=frontend.sampling_defaults.get("max_tokens"))
+        self.check_generated(job, parsed)
+        return job
+
+    def _hold_to_form(self, prompt: ParsedPrompt) -> None:
+        """Note whether the answer begins inside the reasoning, and set the grammar of the calls that it must make.
+
+        The shape that the request asks for holds behind the reasoning.
+
+        Raises:
+            RequestError: a schema cannot be enforced.
+        """
+        reasoning, texts, is_open = self._reasoning, self.state.texts, False
+        if reasoning is not None and texts.tokenizer is not None:
+            is_open = reasoning.is_open(texts.whole(prompt.layout.token_ids[-_TAIL_TOKENS:].tolist()))
+        self._is_open = is_open
+        if reasoning is not None and is_open and (asked := self.params.structured_outputs) is not None:
+            shape = StructuredOutputsParams(grammar=reasoning.before_shape(grammar_of(asked), texts.special_id))
+            self.params = replace(self.params, structured_outputs=shape)
+        if self._calls is None or self._tools is None or not self._tools.is_enforced:
+            return
+        before = None if reasoning is None else partial(reasoning.before, is_open=is_open)
+        grammar = self._calls.grammar(self._tools, texts.special_id, before)
+        try:
+            shape = StructuredOutputsParams(grammar=grammar)
+        except RequestError as error:
+            raise RequestError(f"the tools cannot be enforced: {error}", param="tools") from None
+        self.params = replace(self.params, structured_outputs=shape)
+
+    def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
+        """Return the choice of a finished sample."""
+        token_logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
+        read = Message()
+        read.add(self._reader().feed(sample.text, last=True))
+        content = self.body.echoed + read.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if read.reasoning is not None and self.body.include_reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.calls:
+            functions = ({"name": call.name, "arguments": call.arguments} for call in read.calls)
+            message["content"] = content or None
+            message["tool_calls"] = [{"id": self._new_id(), "type": "function", "function": one} for one in functions]
+        choice = self.entry(index, {"message": message}, token_logprobs, sample, output)
+        return {**choice, "finish_reason": _reason(sample, has_calls=bool(read.calls))}
+
+    def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """Return the choice with the assistant's role, which opens a sample's stream."""
+        opened = {"role": "assistant", "content": self.body.echoed}
+        return {"index": index, "delta": opened, "logprobs": None, "finish_reason": None}
+
+    def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
+        """Return a choice with what a sample has gained, or None for text that may begin a call."""
+        token_logprobs = None if new.logprobs is None else self._logprobs(new.token_ids, new.logprobs)
+        if (reader := self._readers.get(index)) is None:
+            reader = self._readers[index] = self._reader()
+        events = reader.feed(new.text, last=new.finish_reason is not None)
+        delta = self._delta(index, events)
+        if token_logprobs and not delta:
+            delta = {"content": ""}
+        if not delta and new.finish_reason is None:
+            return None
+        reason = _reason(new, has_calls=(index, 0) in self._ids)
+        choice = {"index": index, "delta": delta, "logprobs": token_logprobs, "finish_reason": reason}
+        return choice if new.finish_reason is None else {**choice, "stop_reason": new.stop_reason}
+
+    def _delta(self, index: int, events: Sequence[Event]) -> dict[str, Any]:
+        """Return the fields of a delta with events. Pieces of one kind, and of one call, are together."""
+        content = "".join(event.text for event in events if isinstance(event, Content))
+        reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+        calls: dict[int, dict[str, Any]] = {}
+        for event in events:
+            if isinstance(event, CallBegun):
+                call_id = self._ids[index, event.index] = self._new_id()
+                function = {"name": event.name, "arguments": ""}
+                calls[event.index] = {"index": event.index, "id": call_id, "type": "function", "function": function}
+            elif isinstance(event, Arguments):
+                empty = {"index": event.index, "function": {"arguments": ""}}
+                calls.setdefault(event.index, empty)["function"]["arguments"] += event.text
+        shown = {"reasoning_content": reasoning if self.body.include_reasoning else "", "content": content}
+        return {name: text for name, text in shown.items() if text} | ({"tool_calls": [*calls.values()]} if calls else {})
+
+    def _reader(self) -> AnswerReader:
+        return AnswerReader(self._calls, self._tools, self._reasoning, is_open=self._is_open)
+
+    def _new_id(self) -> str:
+        return "" if self._calls is None else self._calls.new_id()
+
+    def _logprobs(self, token_ids: list[int], entries: list[Any]) -> dict[str, Any]:
+        return chat_logprobs(token_ids, entries, self.body.top_logprobs or 0, self.texts, self.token_name)
+
+
+def _reason(sample: CompletionOutput, *, has_calls: bool) -> str | None:
+    """Return the reason for a sample's end: calls take the place of a stop, and not of a limit."""
+    return "tool_calls" if has_calls and sample.finish_reason == "stop" else sample.finish_reason
