@@ -33,6 +33,10 @@ FAULTS = {
     (ChatBody, "logprobs", "top_logprobs"): {"messages": [USER], "logprobs": True, "top_logprobs": 10**6},
     (ChatBody, "structured_outputs", "structured_outputs"): {"messages": [USER], "structured_outputs": {}},
     (ChatBody, "structured_outputs", "response_format"): {"messages": [USER], "response_format": {"type": "xml"}},
+    (ChatBody, "structured_outputs", "tools"): {
+        "messages": [USER],
+        "tools": [{"type": "function", "function": {"name": "f"}}] * 2,
+    },
     (CompletionBody, "structured_outputs", "structured_outputs"): {"prompt": "x", "structured_outputs": {"regex": "("}},
     (CompletionBody, "structured_outputs", "response_format"): {"prompt": "x", "response_format": {"type": "xml"}},
     (ScoreBody, "items", "items"): {"query": "a", "items": [LONG], "labels": ["yes"]},
