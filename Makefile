@@ -20,7 +20,7 @@ PARALLEL := -n $(WORKERS) --dist loadfile $(ORDER)
 APART := not tpu and not browser
 QUICK := $(PARALLEL) -m "not ci and not slow and not exhaustive and $(APART)"
 FIRST := $(addprefix tests/,backends bench cache calls cli) chunkattn
-SECOND := $(addprefix tests/,deploy engine evaluation gateway models parsers remote rope routing server) $(wildcard tests/test_*.py)
+SECOND := $(addprefix tests/,answer_parsers deploy documents engine evaluation gateway models parsers remote rope routing server) $(wildcard tests/test_*.py)
 # Most of the time goes to compiling, so these tests compile with fewer optimisations and share a compilation cache;
 # `test-all` runs them with all.
 test test-ci: export XLA_FLAGS := --xla_backend_optimization_level=1 $(XLA_FLAGS)

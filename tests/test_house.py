@@ -60,6 +60,12 @@ def test_the_workflow_runs_what_ci_runs():
     assert set(targets) <= set(re.findall(r"^([\w-]+):", makefile, flags=re.MULTILINE))
 
 
+def test_every_folder_of_tests_runs():
+    folders = {path.parent.relative_to(ROOT / "tests").parts[0] for path in (ROOT / "tests").glob("*/**/test_*.py")}
+    named = set(re.findall(r"[\w-]+", (ROOT / "Makefile").read_text(encoding="utf-8")))
+    assert folders - named == {"parallel"}  # which a test of `engine` runs
+
+
 def test_commits_are_checked_with_the_pinned_ruff():
     (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
