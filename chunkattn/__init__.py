@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from chunkattn.async_llm import AsyncLLM
     from chunkattn.backends import AttentionBackend, chunk_attention, register_backend
     from chunkattn.calls.rerank_template import RerankTemplate
+    from chunkattn.citations import Citations, Document
     from chunkattn.config import EngineConfig
     from chunkattn.decisions import (
         Choice,
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from chunkattn.llm import LLM
     from chunkattn.outputs import (
         CacheReport,
+        Citation,
+        CitationSource,
         CompletionOutput,
         FocusOutput,
         Logprob,
@@ -52,11 +55,13 @@ _NAMES = {
     "backends": "AttentionBackend chunk_attention register_backend",
     "calls.rerank_template": "RerankTemplate",
     "config": "EngineConfig",
+    "citations": "Citations Document",
     "decisions": "Choice ChoiceAnswer DecisionOutput Level Option Predicate PredicateAnswer Rating RatingAnswer",
     "focus": "Focus",
     "layout": "ChunkLayout",
     "llm": "LLM",
-    "outputs": "CacheReport CompletionOutput FocusOutput Logprob RequestOutput RerankOutput RerankResult ScoreOutput",
+    "outputs": "CacheReport Citation CitationSource CompletionOutput FocusOutput Logprob RequestOutput RerankOutput "
+    "RerankResult ScoreOutput",
     "parsers": "ChunkedPrompt DocumentPrompt",
     "rope.positions": "make_layout",
     "sampling_params": "SamplingParams",
@@ -73,8 +78,12 @@ __all__ = [
     "ChoiceAnswer",
     "ChunkLayout",
     "ChunkedPrompt",
+    "Citation",
+    "CitationSource",
+    "Citations",
     "CompletionOutput",
     "DecisionOutput",
+    "Document",
     "DocumentPrompt",
     "EngineConfig",
     "Focus",

@@ -12,6 +12,7 @@ from chunkattn.calls.generate import GenerateJob, generate_job, with_adapters
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
+from chunkattn.citations import CitationsLike
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.errors import RequestError
 from chunkattn.focus import FocusLike
@@ -20,7 +21,7 @@ from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOut
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import as_list, chat_options
 from chunkattn.parsers.joined import ISOLATED
-from chunkattn.parsers.prompt import Documents, Prefix, Prompt
+from chunkattn.parsers.prompt import DocumentLike, Documents, Prefix, Prompt
 from chunkattn.parsers.states import State, States
 from chunkattn.remote.async_runner import AsyncRunner
 from chunkattn.sampling_params import SamplingParams
@@ -81,6 +82,7 @@ class AsyncLLM(AsyncRunner):
         chunk_aware: bool | None = None,
         focus: FocusLike | None = None,
         chunk_mode: str = ISOLATED,
+        citations: CitationsLike | None = None,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
         priority: int = 0,
@@ -100,6 +102,7 @@ class AsyncLLM(AsyncRunner):
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: see `LLM.generate`; a `ParsedPrompt` has its own instead.
             chunk_mode: see `LLM.generate`; a `ParsedPrompt` has its own instead.
+            citations: see `LLM.generate`; a `ParsedPrompt` has its own instead.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             lora_request: adapter of the request; see `LLM.generate`.
             priority: rank in the queue; lower goes first.
@@ -119,12 +122,12 @@ class AsyncLLM(AsyncRunner):
 
         def make() -> GenerateJob:
             if isinstance(prompt, ParsedPrompt):
-                if focus is not None or chunk_mode != ISOLATED:
-                    name = "chunk_mode" if focus is None else "focus"
+                own = {"focus": focus is not None, "citations": citations is not None, "chunk_mode": chunk_mode != ISOLATED}
+                if name := next((name for name, is_given in own.items() if is_given), None):
                     raise RequestError(f"a ParsedPrompt has a {name} of its own; leave {name} out", param=name)
                 parsed = [prompt]
             else:
-                parsed = self.frontend.parse([prompt], chunk_aware, focus, chunk_mode=chunk_mode)
+                parsed = self.frontend.parse([prompt], chunk_aware, focus, chunk_mode=chunk_mode, citations=citations)
             return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)
 
         return self._generate(make, request_id, timeout, snapshots, lora_request)
@@ -147,9 +150,10 @@ class AsyncLLM(AsyncRunner):
         messages: Sequence[Mapping[str, Any]],
         sampling_params: SamplingParams | None = None,
         *,
-        documents: Sequence[str | Sequence[int]] | None = None,
+        documents: Sequence[DocumentLike] | None = None,
         focus: FocusLike | None = None,
         chunk_mode: str = ISOLATED,
+        citations: CitationsLike | None = None,
         request_id: str | None = None,
         cache_salt: str | None = None,
         lora_request: LoRARequest | None = None,
@@ -171,6 +175,7 @@ class AsyncLLM(AsyncRunner):
             documents: texts or token ids that become chunks; see `LLM.chat`.
             focus: see `LLM.generate`; needs documents.
             chunk_mode: see `LLM.generate`.
+            citations: see `LLM.generate`.
             request_id: see `generate`.
             cache_salt: see `generate`.
             lora_request: see `generate`.
@@ -196,7 +201,7 @@ class AsyncLLM(AsyncRunner):
                 chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message, tools=tools
             )
             chats = [as_list(messages, "messages")]
-            parsed = self.frontend.parse_chat(chats, documents, options, focus, chunk_mode=chunk_mode)
+            parsed = self.frontend.parse_chat(chats, documents, options, focus, chunk_mode=chunk_mode, citations=citations)
             return self._job(parsed, sampling_params, priority, cache_salt, lora_request, final_only=final_only)
 
         return self._generate(make, request_id, timeout, snapshots, lora_request)

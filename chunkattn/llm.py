@@ -19,6 +19,7 @@ from chunkattn.calls.job import Question as EngineQuestion
 from chunkattn.calls.precompute import LookupOptions, PrecomputeOptions, precompute_job
 from chunkattn.calls.rerank import RerankOptions, rerank_call
 from chunkattn.calls.score_inputs import Items, ListedItems, ListedQueries, Query, ScoreOptions, score_call
+from chunkattn.citations import CitationsLike
 from chunkattn.config import make_config
 from chunkattn.decisions import DecisionOutput, Question
 from chunkattn.engine.build import build_core
@@ -30,7 +31,7 @@ from chunkattn.outputs import CacheReport, RequestOutput, RerankOutput, ScoreOut
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import chat_options
 from chunkattn.parsers.joined import ISOLATED
-from chunkattn.parsers.prompt import Documents, Prefix, Prompt
+from chunkattn.parsers.prompt import DocumentLike, Documents, Prefix, Prompt
 from chunkattn.parsers.states import State, States
 from chunkattn.sampling_params import SamplingParams
 
@@ -103,6 +104,7 @@ class LLM:
         chunk_aware: bool | None = None,
         focus: FocusLike | None = None,
         chunk_mode: str = ISOLATED,
+        citations: CitationsLike | None = None,
         cache_salt: str | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
@@ -118,6 +120,9 @@ class LLM:
                 have none of their own. None shows all documents alike.
             chunk_mode: `"isolated"` makes every document a chunk. `"joined"` makes one chunk of all documents of a prompt, or
                 of those that a focus chooses, in an order that ignores yours. Each then sees the documents before it.
+            citations: whether the answers cite the documents of every `DocumentPrompt`: True, False, `"required"` or a
+                `chunkattn.Citations`. Each document then begins with a marker, and an answer holds markers of its documents
+                alone; `CompletionOutput.citations` lists them.
             cache_salt: salt of the cache; only requests of equal salt share cached blocks.
             lora_request: adapter of all prompts, or a list with one or None each. An adapter that `lora_modules` does not name
                 is loaded first, which needs `enable_lora`; more than `max_loras` take turns. Adapters share no cached blocks.
@@ -132,7 +137,7 @@ class LLM:
                 any prompt runs.
             EngineError: a step failed.
         """
-        listed = self.frontend.parse(prompts, chunk_aware, focus, chunk_mode=chunk_mode)
+        listed = self.frontend.parse(prompts, chunk_aware, focus, chunk_mode=chunk_mode, citations=citations)
         parsed = self._adapted(listed, lora_request, cache_salt)
         return self.run(generate_batch(self.frontend, parsed, sampling_params, priority), use_tqdm)
 
@@ -141,9 +146,10 @@ class LLM:
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        documents: Sequence[str | Sequence[int]] | None = None,
+        documents: Sequence[DocumentLike] | None = None,
         focus: FocusLike | None = None,
         chunk_mode: str = ISOLATED,
+        citations: CitationsLike | None = None,
         cache_salt: str | None = None,
         lora_request: LoRARequest | list[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
@@ -159,11 +165,12 @@ class LLM:
         Args:
             messages: one conversation, or a list of conversations.
             sampling_params: see `generate`; one set of parameters for all conversations, or one each.
-            documents: texts or token ids that become the chunks of every conversation, texts in the engine's
+            documents: texts or token ids, or `Document`s, that become the chunks of every conversation, texts in the engine's
                 `document_template`. The text before the content of the first user message is the prefix, and the rest is the
                 question.
             focus: see `generate`; needs documents.
             chunk_mode: see `generate`.
+            citations: see `generate`.
             cache_salt: see `generate`.
             lora_request: see `generate`.
             priority: see `generate`.
@@ -182,7 +189,7 @@ class LLM:
             EngineError: a step failed.
         """
         options = chat_options(chat_template_kwargs, chat_template, add_generation_prompt, continue_final_message, tools=tools)
-        chats = self.frontend.parse_chat(messages, documents, options, focus, chunk_mode=chunk_mode)
+        chats = self.frontend.parse_chat(messages, documents, options, focus, chunk_mode=chunk_mode, citations=citations)
         parsed = self._adapted(chats, lora_request, cache_salt)
         return self.run(generate_batch(self.frontend, parsed, sampling_params, priority), use_tqdm)
 

@@ -21,18 +21,52 @@ class Logprob:
     decoded_token: str | None = None
 
 
+@dataclass(frozen=True)
+class CitationSource:
+    """Document that a citation names.
+
+    Attributes:
+        id: id of the document; of one without an id, the hash in its marker, such as `#k3bq5x2a`.
+        index: number of the document in the caller's order.
+    """
+
+    id: str
+    index: int
+
+
+@dataclass(frozen=True)
+class Citation:
+    """Span of an answer that cites documents: the statement before one marker, or before several in a row.
+
+    The span begins behind the citation before, or where its last sentence or line begins. Markers behind no new statement cite
+    that of the citation before.
+
+    Attributes:
+        start: first character of the span in the text of the answer, counted in Unicode code points.
+        end: end of the span, exclusive.
+        text: characters of the span.
+        sources: documents that it cites, in the order of their markers.
+    """
+
+    start: int
+    end: int
+    text: str
+    sources: tuple[CitationSource, ...]
+
+
 @dataclass
 class CompletionOutput:
     """One sample of a prompt.
 
     Attributes:
         index: number of the sample.
-        text: generated text.
+        text: generated text; with `citations`, without their markers unless the request keeps them.
         token_ids: generated token ids.
         cumulative_logprob: sum of the generated tokens' log-probabilities.
         logprobs: log-probabilities by token id, for each generated token; None if not requested.
         finish_reason: `"stop"`, `"length"`, or `"abort"` after `AsyncLLM.abort`; None while generation continues.
         stop_reason: stop string or stop token id that ended the text; None for an end-of-sequence token.
+        citations: citations of the text, in its order; None if not requested.
     """
 
     index: int
@@ -42,6 +76,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    citations: list[Citation] | None = None
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from chunkattn.calls.detokenizer import token_decoder
 from chunkattn.calls.head_prompts import HeadPrompts
 from chunkattn.calls.rerank_template import RerankTemplate, default_template
 from chunkattn.calls.score_memory import ScoreMemory
+from chunkattn.citations import CitationsLike
 from chunkattn.config import EngineConfig
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.vocabulary import Vocabulary
@@ -34,7 +35,7 @@ from chunkattn.parsers.delimited import check_delimiter
 from chunkattn.parsers.document_encoder import pick_template
 from chunkattn.parsers.encode import ControlTokens, PlainEncoder
 from chunkattn.parsers.joined import ISOLATED, in_mode
-from chunkattn.parsers.prompt import Prompt, list_prompts
+from chunkattn.parsers.prompt import DocumentLike, Prompt, list_prompts
 from chunkattn.parsers.states import StateTemplate
 from chunkattn.sampling_params import SamplingParams
 
@@ -243,6 +244,7 @@ class Frontend:
         focus: FocusLike | None = None,
         *,
         chunk_mode: str = ISOLATED,
+        citations: CitationsLike | None = None,
         add_special_tokens: bool = True,
     ) -> list[ParsedPrompt]:
         """Parse one prompt or many.
@@ -252,6 +254,7 @@ class Frontend:
             chunk_aware: split text and token ids at the separator; None takes the engine's `enable_chunk_aware`.
             focus: focus of the prompts that have none of their own.
             chunk_mode: one of `CHUNK_MODES`.
+            citations: how the answers cite documents; None for no citations.
             add_special_tokens: begin prompts given as text with the tokenizer's leading special tokens.
 
         Raises:
@@ -261,17 +264,18 @@ class Frontend:
         self.limits.check_generates()
         self.check_language_head("prompt")
         parser = self.parser if add_special_tokens else self.parser.without_leading()
-        parsed = (parser.parse(prompt, chunk_aware, focus) for prompt in list_prompts(prompts))
+        parsed = (parser.parse(prompt, chunk_aware, focus, citations) for prompt in list_prompts(prompts))
         return [in_mode(prompt, chunk_mode, parser.strategy, parser.gap) for prompt in parsed]
 
     def parse_chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        documents: Sequence[str | Sequence[int]] | None,
+        documents: Sequence[DocumentLike] | None,
         template_options: Mapping[str, Any] | None,
         focus: FocusLike | None = None,
         *,
         chunk_mode: str = ISOLATED,
+        citations: CitationsLike | None = None,
     ) -> list[ParsedPrompt]:
         """Parse one conversation or many.
 
@@ -281,6 +285,7 @@ class Frontend:
             template_options: variables of the chat template and arguments of `chat_options`.
             focus: focus of every conversation.
             chunk_mode: one of `CHUNK_MODES`.
+            citations: see `parse`.
 
         Raises:
             RequestError: as `parse`, or the template or an argument is malformed.
@@ -288,7 +293,7 @@ class Frontend:
         self.limits.check_generates()
         self.check_language_head("prompt")
         options = self.template_options(template_options)
-        parsed = (self.parser.parse_chat(m, documents, focus, **options) for m in list_chats(messages))
+        parsed = (self.parser.parse_chat(m, documents, focus, citations, **options) for m in list_chats(messages))
         return [in_mode(prompt, chunk_mode, self.parser.strategy, self.gap) for prompt in parsed]
 
 

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from chunkattn.adapter_salt import salt_for, salted, split
+from chunkattn.calls.cited_text import CitedText
 from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.calls.focus_scores import check_longest, choose_documents
 from chunkattn.calls.frontend import Frontend, check_priorities
@@ -19,6 +20,7 @@ from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_salt, salt_key
 from chunkattn.sampling_params import SamplingParams
+from chunkattn.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,12 +33,19 @@ _POOL_SHARE = 0.75
 
 
 class OutputBuilder:
-    """Builder of one request's `RequestOutput` from the engine's outputs."""
+    """Builder of one request's `RequestOutput` from the engine's outputs.
+
+    Args:
+        request: the request.
+        prompt: the parsed prompt.
+        tokenizer: tokenizer, or None for an engine without one.
+        decode: function that returns the text of a token id.
+    """
 
     def __init__(
         self,
         request: GenerateRequest,
-        prompt: str | None,
+        prompt: ParsedPrompt,
         tokenizer: PreTrainedTokenizerBase | None,
         decode: Callable[[int], str | None],
     ) -> None:
@@ -45,13 +54,17 @@ class OutputBuilder:
         question = self._ids[layout.question_start :]
         self.output = RequestOutput(
             request_id=request.request_id,
-            prompt=prompt,
+            prompt=prompt.text,
             prompt_token_ids=self._ids,
             outputs=[CompletionOutput(i) for i in range(params.n)],
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(layout),
             chunk_lens=layout.chunk_lens,
             prefix_len=layout.prefix_len if layout.chunk_lens else 0,
+            focus=prompt.chosen,
+            joined=prompt.joined,
         )
+        cited = prompt.cited
+        self._cited = None if cited is None else [CitedText(cited, prompt.shown) for _ in range(params.n)]
         self._text = [
             None
             if tokenizer is None
@@ -99,15 +112,23 @@ class OutputBuilder:
         if stopped:
             completion.finish_reason, completion.stop_reason = "stop", detokenizer.stopped_by
         if completion.finish_reason:  # a reader of the growing output may read the text now
-            completion.text = detokenizer.text
+            self._read(event.sample, detokenizer)
         return stopped and event.finish_reason is None
 
     def read(self) -> RequestOutput:
         """Return `output` with the texts so far."""
-        for completion, detokenizer in zip(self.output.outputs, self._text, strict=True):
+        for sample, detokenizer in enumerate(self._text):
             if detokenizer is not None:
-                completion.text = detokenizer.text
+                self._read(sample, detokenizer)
         return self.output
+
+    def _read(self, sample: int, detokenizer: Detokenizer) -> None:
+        completion = self.output.outputs[sample]
+        completion.text = detokenizer.text
+        if self._cited is not None:
+            cited = self._cited[sample]
+            cited.read(completion.text, ended=completion.finish_reason is not None)
+            completion.text, completion.citations = cited.text, cited.citations
 
     def add_prompt_logprobs(self, event: PromptLogprobsOutput) -> None:
         """Add the prompt's log-probabilities."""
@@ -171,10 +192,12 @@ class GenerateJob:
             yield CheckShape(shape, self._frontend.vocabulary)
         if self._focus is not None:
             prompts = yield from self._focus
-            self.requests = [replace(r, layout=prompt.layout) for r, prompt in zip(self.requests, prompts, strict=True)]
+            self.requests = [
+                replace(r, layout=prompt.layout, sampling=_citing(r.sampling, prompt))
+                for r, prompt in zip(self.requests, prompts, strict=True)
+            ]
         for request, prompt in zip(self.requests, prompts, strict=True):
-            builder = OutputBuilder(request, prompt.text, self._frontend.tokenizer, self._frontend.decode)
-            builder.output.focus, builder.output.joined = prompt.chosen, prompt.joined
+            builder = OutputBuilder(request, prompt, self._frontend.tokenizer, self._frontend.decode)
             self._by_id[request.request_id] = builder
         self.builders = list(self._by_id.values())
         yield Ask(self.requests, self._take)
@@ -219,7 +242,7 @@ def generate_job(
         most_tokens: limit on the tokens of parameters without `max_tokens`; without `params`, the model's own.
 
     Raises:
-        RequestError: an argument is invalid, or the lists differ in length.
+        RequestError: an argument is invalid, the lists differ in length, or citations meet structured outputs.
         CapacityError: a prompt cannot fit, or the prompts together exceed `max_tokens_per_call`. A prompt with `focus` must fit
             with its longest documents.
     """
@@ -233,7 +256,7 @@ def generate_job(
         request = GenerateRequest(
             frontend.new_id(),
             prompt.layout,
-            param,
+            _checked_citing(param, prompt),
             frontend.eos_token_ids,
             salt_key(_salt(prompt, salt)),
             rank,
@@ -253,6 +276,29 @@ def generate_job(
         tokens, what = tokens + scored, _WITH_FOCUS
     frontend.limits.check_tokens(tokens, what, prompts[0].names.whole(prompts[0].layout) if prompts else "prompt")
     return GenerateJob(frontend, prompts, requests, tokens, focus, final_only=final_only)
+
+
+def _checked_citing(params: SamplingParams, prompt: ParsedPrompt) -> SamplingParams:
+    """Return parameters whose answers cite documents of the prompt alone; without citations, the parameters.
+
+    Raises:
+        RequestError: the parameters have a shape of their own, or as `Cited.pattern`.
+    """
+    if prompt.cited is not None and params.structured_outputs is not None:
+        text = (
+            "citations and structured outputs exclude each other: the pattern of citations is a shape of the whole answer; "
+            "leave one out, or list the ids of the documents as an enum in your schema"
+        )
+        raise RequestError(text, param="citations")
+    return _citing(params, prompt)
+
+
+def _citing(params: SamplingParams, prompt: ParsedPrompt) -> SamplingParams:
+    """Return parameters with the pattern of the documents that the prompt shows."""
+    if prompt.cited is None:
+        return params
+    shape = StructuredOutputsParams(regex=prompt.cited.pattern(prompt.shown))
+    return replace(params, structured_outputs=shape)
 
 
 def with_adapters(prompts: Sequence[ParsedPrompt], requests: Any, cache_salt: str | None) -> list[ParsedPrompt]:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 from chunkattn.adapter_salt import LoRARequest, salt_for
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, LookUp, stages
+from chunkattn.citations import CitationsLike
 from chunkattn.engine.messages import CachedTokens, PrecomputeRequest
 from chunkattn.errors import CapacityError, RequestError
 from chunkattn.layout import Names
@@ -29,6 +30,7 @@ class LookupOptions(TypedDict, total=False):
         tools: the same tools as in the calls of `chat`.
         chunk_mode: see `LLM.generate`. `"joined"` takes all documents together, and reports them as one.
         keep_states: count a document as cached only with the state at its end; no effect without recurrent layers.
+        citations: documents with the markers that answers cite them by; see `LLM.generate`.
     """
 
     cache_salt: str | None
@@ -37,6 +39,7 @@ class LookupOptions(TypedDict, total=False):
     tools: Sequence[Mapping[str, Any]] | None
     chunk_mode: str
     keep_states: bool
+    citations: CitationsLike | None
 
 
 class PrecomputeOptions(LookupOptions, total=False):
@@ -53,6 +56,7 @@ class PrecomputeOptions(LookupOptions, total=False):
             them as one.
         keep_states: keep the state at the end of every document as well, so that a question behind it does not compute the
             document again; no effect without recurrent layers. A state takes `CacheReport.state_bytes`.
+        citations: compute the documents for later calls with `citations`, whose markers are in them.
     """
 
     pin: bool
@@ -225,6 +229,7 @@ def precompute_job(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chunk_mode: str = ISOLATED,
     keep_states: bool = False,
+    citations: CitationsLike | None = None,
     names: Names = DOCUMENT_NAMES,
     forget: bool | None = None,
 ) -> PrecomputeJob:
@@ -239,7 +244,7 @@ def precompute_job(
     if isinstance(documents, Sequence) and not isinstance(documents, str):
         frontend.limits.check_count(len(documents), "documents", names.chunks)
     joins, variables = is_joined(chunk_mode), frontend.template_options(chat_template_kwargs, tools)
-    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, variables, names)
+    prefix_ids, chunks = frontend.parser.parse_cache(prefix, documents, variables, names, citations)
     if joins:
         chunks, names = joined_ids(chunks), names_of_joined(names)
     options: dict[str, Any] = {"pin": pin, "priority": priority, "keep_states": keep_states, "names": names, "forget": forget}

@@ -12,6 +12,7 @@ import numpy as np
 
 from chunkattn.adapter_salt import salted, split
 from chunkattn.answer_parsers.tools import check_tools
+from chunkattn.citations import Document
 from chunkattn.errors import CapacityError, RequestError, shown
 from chunkattn.parsers.token_lists import TokenLists
 from chunkattn.sampling_params import MAX_SALT_CHARS
@@ -223,13 +224,15 @@ def document_of(document: Any, name: str, param: str = "documents") -> str | lis
     """Return a document of a caller: a text, or a list of token ids.
 
     Args:
-        document: argument of the caller.
+        document: argument of the caller; of a `Document`, its content.
         name: name of the document, for error messages.
         param: name of the argument that holds the document.
 
     Raises:
         RequestError: the document is neither text nor token ids.
     """
+    if isinstance(document, Document):
+        document = document.content
     if isinstance(document, str):
         return document
     if not is_list(document):

@@ -34,6 +34,21 @@ class ChatPieces(NamedTuple):
     question: list[str]
     history: list[str]
 
+    def with_instruction(self, instruction: str, *, is_trusted: bool) -> ChatPieces:
+        """Return the pieces with an instruction directly behind the cut.
+
+        Args:
+            instruction: text of the instruction; an empty one changes nothing.
+            is_trusted: whether the instruction may become control tokens.
+        """
+        if not instruction:
+            return self
+
+        def begun(pieces: list[str]) -> list[str]:
+            return [instruction + pieces[0], *pieces[1:]] if is_trusted else ["", instruction, *pieces]
+
+        return self._replace(question=begun(self.question), history=begun(self.history) if self.history else [])
+
 
 def split_chat(
     tokenizer: PreTrainedTokenizerBase,

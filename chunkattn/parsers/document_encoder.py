@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from chunkattn.citations import PARAM, Citations, Document
 from chunkattn.config import split_document_template
-from chunkattn.errors import ConfigError
+from chunkattn.errors import ConfigError, RequestError
+from chunkattn.layout import Names
 from chunkattn.parsers.arguments import document_of
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
+from chunkattn.parsers.markers import ALPHABET, BEHIND_MARKER, CLOSE, OPEN, Cited, cited_documents
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,6 +43,18 @@ def pick_template(option: str | None, tokenizer: PreTrainedTokenizerBase | None)
     except ConfigError as error:
         raise ConfigError(f"the checkpoint's tokenizer_config.json: {error}; set the option document_template") from None
     return template
+
+
+class Marked(NamedTuple):
+    """Document whose chunk begins with a marker.
+
+    Attributes:
+        content: text or token ids.
+        marker: marker of the document; None for a document without one.
+    """
+
+    content: Any
+    marker: str | None
 
 
 class DocumentEncoder:
@@ -71,20 +88,55 @@ class DocumentEncoder:
     def __call__(self, document: Any, name: str, param: str = "documents") -> tuple[list[int], str | None]:
         """Return the token ids and the text of a document's chunk; the text is None for token ids.
 
+        The marker of a `Marked` document stands on a line before its text, inside the template, or before its token ids.
+
         Args:
-            document: text or token ids.
+            document: text or token ids, a `Document`, or a `Marked` document.
             name: name of the document, for error messages.
             param: name of the argument that holds the document.
 
         Raises:
             RequestError: the document is neither text nor token ids, or cannot be tokenized.
         """
-        content = document_of(document, name, param)
+        content, marker = document if isinstance(document, Marked) else (document, None)
+        content = document_of(content, name, param)
+        before = "" if marker is None else f"{marker}{BEHIND_MARKER}"
         if not isinstance(content, str):
-            return content, None
+            return [*self._encode(before, name, param), *content] if before else content, None
         if not content:
             return [], ""
+        content = before + content
         whole = f"{self.before}{content}{self.after}"
         if isinstance(self._encode, PlainEncoder) and whole != content:
             return self._encode.fill([self.before, content, self.after], name, param), whole
         return self._encode(whole, name, param), whole
+
+    def cited(self, documents: Sequence[Any], options: Citations | None, names: Names) -> tuple[Sequence[Any], Cited | None]:
+        """Return documents with their markers, and what an answer may cite; without citations, the documents and None.
+
+        Args:
+            documents: documents of one prompt.
+            options: how the answer cites.
+            names: the caller's names of the documents, for errors.
+
+        Raises:
+            RequestError: the tokenizer cannot write a marker, or as `cited_documents`.
+        """
+        if options is None:
+            return documents, None
+        if not self._writes_markers:
+            text = "citations need a tokenizer that writes letters, digits and punctuation as they are; this engine has none"
+            raise RequestError(text, param=PARAM)
+        listed = [
+            document if isinstance(document, Document) else Document(document_of(document, names.of(number), names.chunks))
+            for number, document in enumerate(documents)
+        ]
+        cited = cited_documents(listed, options, names)
+        return [*map(Marked, [document.content for document in listed], cited.markers)], cited
+
+    @cached_property
+    def _writes_markers(self) -> bool:
+        """Return whether the tokenizer gives every character of a marker back."""
+        encode = self._encode if isinstance(self._encode, PartEncoder) else self._encode.encode
+        sample = f"{OPEN}{ALPHABET}{CLOSE}{BEHIND_MARKER}"
+        return encode.tokenizer is not None and sample in str(encode.tokenizer.decode(self._encode(sample)))

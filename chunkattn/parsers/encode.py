@@ -201,7 +201,7 @@ class ControlTokens:
         self._all = frozenset(self.ids.values())
         self.forbidden = self._all - {self._unknown}
         self._unknown_texts = [text for text, token in self.ids.items() if token == self._unknown]
-        self._texts = re.compile(_any_of(list(self.ids)) if self.ids else "(?!)")
+        self._texts = re.compile(any_of(list(self.ids)) if self.ids else "(?!)")
         first = "".join(sorted({re.escape(text[0]) for text in self.ids}))
         self.starts = re.compile(f"[{first}]" if first else "(?!)")
 
@@ -355,13 +355,13 @@ def num_shared(sequences: Sequence[Any]) -> int:
     return next((place for place, (a, b) in enumerate(zip(low, high)) if a != b), len(low))
 
 
-def _any_of(texts: Sequence[str]) -> str:
+def any_of(texts: Sequence[str]) -> str:
     """Return a pattern that matches the longest of some texts, in time independent of their number."""
     prefix = texts[0][: num_shared(texts)]
     rests = sorted({text[len(prefix) :] for text in texts} - {""})
     if not rests:
         return re.escape(prefix)
-    branches = "|".join(_any_of(list(group)) for _, group in groupby(rests, key=lambda rest: rest[0]))
+    branches = "|".join(any_of(list(group)) for _, group in groupby(rests, key=lambda rest: rest[0]))
     return f"{re.escape(prefix)}(?:{branches}){'?' if prefix in texts else ''}"
 
 

@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from chunkattn.citations import Citations, CitationsLike, Document, read_citations
 from chunkattn.errors import CapacityError, ConfigError, RequestError
 from chunkattn.focus import Focus, FocusLike, read_focus
 from chunkattn.layout import ChunkLayout, Names
 from chunkattn.parsers.arguments import check_ids, check_salt, check_template_options
 from chunkattn.parsers.chat import TRUSTED_ROLES, ChatPieces, split_chat, text_of
 from chunkattn.parsers.chat_template import texts_of
-from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder
+from chunkattn.parsers.document_encoder import DEFAULT_TEMPLATE, DocumentEncoder, Marked
 from chunkattn.parsers.encode import PartEncoder, PlainEncoder
 from chunkattn.parsers.prompt import (
     DOCUMENT_NAMES,
     PROMPT_NAMES,
     ChunkedPrompt,
+    DocumentLike,
     DocumentPrompt,
     ParsedPrompt,
     Prefix,
@@ -112,28 +114,38 @@ class PromptParser:
         parser._leading = []
         return parser
 
-    def parse(self, prompt: Prompt, chunk_aware: bool | None = None, focus: FocusLike | None = None) -> ParsedPrompt:
+    def parse(
+        self,
+        prompt: Prompt,
+        chunk_aware: bool | None = None,
+        focus: FocusLike | None = None,
+        citations: CitationsLike | None = None,
+    ) -> ParsedPrompt:
         """Parse one prompt.
 
         Args:
             prompt: prompt in any form of `Prompt`.
             chunk_aware: whether to split text and ids at the separator; None for the parser's default.
             focus: choice among the chunks of a prompt that has none of its own.
+            citations: how the answer cites the documents of a `DocumentPrompt`; None for no citations.
 
         Raises:
-            RequestError: the form is unknown, the question is empty, there are more than `max_chunks` chunks, or a text or
-                token ids hold no chunks to choose from.
+            RequestError: the form is unknown, the question is empty, there are more than `max_chunks` chunks, a text or token
+                ids hold no chunks to choose from, or there are no documents that can be cited (see `DocumentEncoder.cited`).
             CapacityError: the chunks given as text have more tokens than a prompt may have. Under a focus of mode `"only"`
                 they may, for the prompt shows the chosen ones alone.
         """
         default = read_focus(focus)
         choice = (read_focus(prompt.focus) if isinstance(prompt, DocumentPrompt) else None) or default
-        parsed = self._parse(prompt, chunk_aware, choice)
+        citing = read_citations(citations)
+        if citing is not None and not isinstance(prompt, DocumentPrompt):
+            raise RequestError("citations name documents; send a DocumentPrompt, over HTTP chunks", param="citations")
+        parsed = self._parse(prompt, chunk_aware, choice, citing)
         if default is not None and not parsed.layout.num_chunks and isinstance(prompt, (str, Mapping)):
             raise RequestError(f"focus {_NO_DOCUMENTS}; enable chunk_aware and separate them", param="focus")
         return replace(parsed, focus=choice)
 
-    def _parse(self, prompt: Prompt, chunk_aware: bool | None, focus: Focus | None) -> ParsedPrompt:
+    def _parse(self, prompt: Prompt, chunk_aware: bool | None, focus: Focus | None, citing: Citations | None) -> ParsedPrompt:
         split = self.chunk_aware if chunk_aware is None else chunk_aware
         if isinstance(prompt, str):
             return self._text(prompt, split, focus)
@@ -143,8 +155,13 @@ class PromptParser:
             return self._chunked(prompt, focus)
         if isinstance(prompt, DocumentPrompt):
             self._check_documents(prompt.documents)
-            parsed = self._in_parts(prompt.prefix, prompt.documents, prompt.question, self.documents, DOCUMENT_NAMES, focus)
-            return replace(parsed, sources=prompt.documents)
+            documents, cited = self.documents.cited(prompt.documents, citing, DOCUMENT_NAMES)
+            question = prompt.question
+            if cited is not None and isinstance(question, str) and question:
+                question = cited.instruction + question
+            parsed = self._in_parts(prompt.prefix, documents, question, self.documents, DOCUMENT_NAMES, focus)
+            query = prompt.question if isinstance(prompt.question, str) else None
+            return replace(parsed, sources=prompt.documents, query=query, cited=cited)
         if isinstance(prompt, Mapping):
             return self._dict(prompt, split, focus)
         raise RequestError(
@@ -156,8 +173,9 @@ class PromptParser:
     def parse_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        documents: Sequence[str | TokenIds] | None = None,
+        documents: Sequence[DocumentLike] | None = None,
         focus: FocusLike | None = None,
+        citations: CitationsLike | None = None,
         **template_options: Any,
     ) -> ParsedPrompt:
         """Parse chat messages. Contents are not split at separators.
@@ -166,26 +184,32 @@ class PromptParser:
             messages: messages of the conversation.
             documents: texts or token ids that become the chunks, texts in the document template.
             focus: choice among the documents.
+            citations: how the answer cites the documents; None for no citations.
             **template_options: variables of the chat template.
 
         Raises:
             RequestError: the messages are unusable (see `chunkattn.parsers.chat.split_chat`), there are more than
-                `max_chunks` documents, or none to choose from.
+                `max_chunks` documents, or none to choose from or to cite (see `DocumentEncoder.cited`).
             CapacityError: as `parse`.
         """
         choice = read_focus(focus)
         if choice is not None and documents is None:
             raise RequestError(f"focus {_NO_DOCUMENTS}; give them as documents", param="focus")
+        if (citing := read_citations(citations)) is not None and documents is None:
+            raise RequestError("citations name documents, and the prompt has none; give them as documents", param="citations")
         if documents is not None:
             self._check_documents(documents)
         # Without documents there is nothing to put in front of the first user message, and it may be missing.
         is_cut = documents is not None and (len(documents) > 0 or _has_user(messages))
         pieces = self._pieces(messages, template_options, "messages", is_cut=is_cut, with_history=choice is not None)
+        marked, cited = self.documents.cited(documents or (), citing, _CHAT_NAMES)
+        if cited is not None and is_cut:
+            pieces = pieces.with_instruction(cited.instruction, is_trusted=self._in_prompts)
         fill = partial(self._plain.fill, name="messages", param="messages")
         if documents is None or not is_cut:
             layout = self._layout([], [], fill(pieces.question), _CHAT_NAMES)
-            return ParsedPrompt(layout, ("".join(pieces.question),), names=_CHAT_NAMES)
-        chunks = self._encoded(documents, self.documents, _CHAT_NAMES, choice)
+            return ParsedPrompt(layout, ("".join(pieces.question),), names=_CHAT_NAMES, cited=cited)
+        chunks = self._encoded(marked, self.documents, _CHAT_NAMES, choice)
         first, last = ((fill(p), "".join(p)) for p in (pieces.prefix, pieces.question))
         earlier = fill(pieces.history) if pieces.history else []
         # The last token of a text may change with what follows.
@@ -193,7 +217,7 @@ class PromptParser:
         question = next(m for m in reversed(messages) if m["role"] == "user")
         parsed = self._joined(first, chunks, last, _CHAT_NAMES)
         query = "".join(texts_of(question)) or None
-        return replace(parsed, query=query, history_len=history, sources=documents, focus=choice)
+        return replace(parsed, query=query, history_len=history, sources=documents, focus=choice, cited=cited)
 
     def _pieces(
         self,
@@ -221,9 +245,10 @@ class PromptParser:
     def parse_cache(
         self,
         prefix: Prefix,
-        documents: Sequence[str | TokenIds],
+        documents: Sequence[DocumentLike | Marked],
         template_options: Mapping[str, Any] | None = None,
         names: Names = DOCUMENT_NAMES,
+        citations: CitationsLike | None = None,
     ) -> tuple[list[int], list[list[int]]]:
         """Return the token ids of a prefix and of documents, as prompts will contain them.
 
@@ -233,11 +258,14 @@ class PromptParser:
             documents: all text or all token ids, as the prefix is; either after messages. Texts get the document template.
             template_options: variables of the chat template.
             names: the caller's names of prefix and documents.
+            citations: how answers cite the documents; None for documents without markers, except for `Marked` ones.
 
         Raises:
-            RequestError: an argument is malformed, or text and token ids are mixed.
+            RequestError: an argument is malformed, text and token ids are mixed, or as `DocumentEncoder.cited`.
         """
         _check_list(documents, "documents", names.chunks)
+        marked, _ = self.documents.cited(documents, read_citations(citations), names)
+        documents = [d.content if isinstance(d, (Document, Marked)) else d for d in documents]
         if not isinstance(prefix, (str, Sequence, np.ndarray)):
             text = f"the prefix must be text, token ids or messages, got {type(prefix).__name__}"
             raise RequestError(text, param=names.prefix)
@@ -251,7 +279,7 @@ class PromptParser:
             raise RequestError("prefix and documents must be all text or all token ids", param=names.chunks)
         else:
             first, _ = self._part(self.text, cast("str | TokenIds", prefix), "the prefix", names.prefix)
-        return first, [self.documents(d, names.of(number), names.chunks)[0] for number, d in enumerate(documents)]
+        return first, [self.documents(d, names.of(number), names.chunks)[0] for number, d in enumerate(marked)]
 
     def read_documents(self, documents: Sequence[str | TokenIds], names: Names = DOCUMENT_NAMES) -> list[list[int]]:
         """Return the token ids of documents as chunks of one prompt. Texts get the document template.
@@ -347,7 +375,7 @@ class PromptParser:
     def _in_parts(
         self,
         prefix: str | TokenIds,
-        chunks: Sequence[str | TokenIds],
+        chunks: Sequence[Any],
         question: str | TokenIds,
         encode: Callable[[Any, str, str], Encoded],
         names: Names,
@@ -369,7 +397,7 @@ class PromptParser:
 
     def _encoded(
         self,
-        chunks: Sequence[str | TokenIds],
+        chunks: Sequence[Any],
         encode: Callable[[Any, str, str], Encoded],
         names: Names,
         focus: Focus | None = None,

@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chunkattn.citations import Document
 from chunkattn.focus import Focus, FocusLike
 from chunkattn.layout import ChunkLayout, Names
 from chunkattn.outputs import FocusOutput
 from chunkattn.parsers.arguments import as_list
+from chunkattn.parsers.markers import Cited
 
 TokenIds = Sequence[int]
+DocumentLike = str | TokenIds | Document
+"""Document of a prompt: text, token ids, or either with an id."""
 
 PROMPT_NAMES, DOCUMENT_NAMES = Names(), Names("prefix", "documents", "question", "document")
 """Names of the parts of a text, of token ids and of a `ChunkedPrompt`; and of a `DocumentPrompt` and `LLM.precompute`."""
@@ -39,13 +43,13 @@ class DocumentPrompt:
 
     Attributes:
         prefix: text or token ids.
-        documents: texts or token ids. Token ids are taken as they are, without the template.
+        documents: texts, token ids, or a `Document` with an id for citations. Token ids are taken without the template.
         question: text or token ids, as the prefix is.
         focus: number of documents to choose by the question, or a `Focus`; None shows all documents alike.
     """
 
     prefix: str | TokenIds
-    documents: Sequence[str | TokenIds]
+    documents: Sequence[DocumentLike]
     question: str | TokenIds
     focus: FocusLike | None = None
 
@@ -54,7 +58,7 @@ Prompt = str | Mapping[str, Any] | ChunkedPrompt | DocumentPrompt
 """Text, `{"prompt": text}`, `{"prompt_token_ids": ids}`, parts, or documents. A dict may also hold a `"cache_salt"`."""
 Prefix = str | TokenIds | Sequence[Mapping[str, Any]]
 """Text or token ids before documents, or the messages before a conversation's first user message."""
-Documents = Sequence[str] | Sequence[TokenIds]
+Documents = Sequence[str] | Sequence[TokenIds] | Sequence[Document]
 """Documents of `LLM.precompute`, `lookup` and `forget`, of the same kind as the prefix."""
 
 
@@ -88,6 +92,7 @@ class ParsedPrompt:
         chosen: choice that the layout shows; None before it is made, and without focus.
         joins: whether the documents become one chunk when the choice is made.
         joined: see `RequestOutput`.
+        cited: documents that the answer may cite; None without citations.
     """
 
     layout: ChunkLayout
@@ -96,16 +101,24 @@ class ParsedPrompt:
     names: Names = PROMPT_NAMES
     query: str | None = None
     history_len: int = 0
-    sources: Sequence[str | TokenIds] = ()
+    sources: Sequence[DocumentLike] = ()
     focus: Focus | None = None
     chosen: FocusOutput | None = None
     joins: bool = False
     joined: Mapping[int, int] | None = None
+    cited: Cited | None = None
 
     @property
     def text(self) -> str | None:
         """Return the parts joined without separators; None for a prompt that holds token ids."""
         return None if self.texts is None else "".join(self.texts)
+
+    @property
+    def shown(self) -> Sequence[int] | None:
+        """Return the numbers of the documents that the prompt shows, if a focus leaves the others out; None for all."""
+        if self.chosen is None or self.chosen.mode != "only" or not self.chosen.shown:
+            return None
+        return self.chosen.shown
 
     def source(self, number: int) -> str | list[int]:
         """Return a document as the caller gave it.
@@ -116,4 +129,5 @@ class ParsedPrompt:
         if not self.sources:
             return self.layout.part(self.layout.segments[1 + number]).tolist()
         document = self.sources[number]
-        return document if isinstance(document, str) else list(document)
+        content = document.content if isinstance(document, Document) else document
+        return content if isinstance(content, str) else list(content)

@@ -275,7 +275,12 @@ def _begin(make: Callable[[], J]) -> tuple[J, Flow[Any], Question | Returned[Any
 def snapshot(output: RequestOutput) -> RequestOutput:
     """Return a copy that a caller may keep while the original grows."""
     copies = [
-        replace(o, token_ids=list(o.token_ids), logprobs=None if o.logprobs is None else list(o.logprobs))
+        replace(
+            o,
+            token_ids=list(o.token_ids),
+            logprobs=None if o.logprobs is None else list(o.logprobs),
+            citations=None if o.citations is None else list(o.citations),
+        )
         for o in output.outputs
     ]
     return replace(output, outputs=copies)

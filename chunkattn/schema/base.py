@@ -44,7 +44,8 @@ LabelIdLists = FastList[LabelIds]
 
 _RESERVED = {"add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length"}
 _RESERVED |= {"messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "self", "tokenize"}
-_RESERVED |= {"focus", "sanitize_control_tokens", "template_options", "tokenizer", "tokenizer_kwargs", "tools", "truncation"}
+_RESERVED |= {"citations", "focus", "sanitize_control_tokens", "template_options", "tokenizer", "tokenizer_kwargs", "tools"}
+_RESERVED |= {"truncation"}
 """Arguments of `apply_chat_template` and of the parser, which a client must not set as template variables."""
 
 

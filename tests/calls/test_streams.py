@@ -8,6 +8,7 @@ from chunkattn.calls.detokenizer import token_decoder
 from chunkattn.calls.generate import OutputBuilder
 from chunkattn.engine.messages import GenerateRequest, TokenOutput
 from chunkattn.models.loader import DEMO_FOLDER
+from chunkattn.parsers import ParsedPrompt
 from chunkattn.rope.positions import make_layout
 from chunkattn.server.texts import Tail
 
@@ -21,7 +22,8 @@ def test_tokens_that_come_between_an_output_and_its_reader_are_not_lost(stop, la
     tokenizer = AutoTokenizer.from_pretrained(DEMO_FOLDER)
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     request = GenerateRequest("r", make_layout([], [], [5]), SamplingParams(stop=stop, max_tokens=len(ids)))
-    builder, tail = OutputBuilder(request, "", tokenizer, token_decoder(tokenizer)), Tail(stop)
+    prompt = ParsedPrompt(request.layout, None)
+    builder, tail = OutputBuilder(request, prompt, tokenizer, token_decoder(tokenizer)), Tail(stop)
     for token in ids[:-late]:
         builder.add_tokens(TokenOutput("r", 0, (token,)))
     handed_over = builder.read()

@@ -1,0 +1,89 @@
+"""`Citations`: whether and how an answer cites the documents of its prompt; `Document`: a document with an id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from chunkattn.errors import RequestError, shown
+
+AUTO, REQUIRED = CITATION_MODES = ("auto", "required")
+"""Values of `Citations.mode`."""
+INSTRUCTION = (
+    "Cite the documents: behind each statement, write the marker of the document that it comes from. The marker stands at the "
+    "beginning of its document, in the form [doc:...].\n\n"
+)
+"""Default of `Citations.instruction`."""
+MAX_INSTRUCTION_CHARS = 8192
+PARAM = "citations"
+"""Name of the argument in errors."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Document with an id, which names it in citations.
+
+    Attributes:
+        content: text or token ids.
+        id: id of the document; None for a document without one, which citations name by a hash of its content.
+    """
+
+    content: str | Sequence[int]
+    id: str | None = None
+
+    def __len__(self) -> int:
+        """Return the characters or the token ids of the document."""
+        return len(self.content)
+
+
+@dataclass(frozen=True)
+class Citations:
+    """How an answer cites the documents of its prompt.
+
+    Attributes:
+        mode: `"auto"` lets the model cite or not; `"required"` asks for at least one citation, no later than the end of the
+            sentence or line in which the answer reaches 40 characters.
+        instruction: text before the question that tells the model to cite; an empty text adds none. It is part of the question,
+            so that no prefix and no document has other K/V.
+        keep_markers: whether the answer's text keeps the markers; they are removed by default.
+    """
+
+    mode: str = AUTO
+    instruction: str = INSTRUCTION
+    keep_markers: bool = False
+
+
+CitationsLike = bool | str | Mapping[str, Any] | Citations
+"""Whether to cite, a mode, the fields of a `Citations` by name, or a `Citations`."""
+
+
+def read_citations(value: CitationsLike | None) -> Citations | None:
+    """Return the citations that a caller asks for, checked; None for none.
+
+    Args:
+        value: see `CitationsLike`.
+
+    Raises:
+        RequestError: a field is unknown or has a wrong value.
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return Citations()
+    if isinstance(value, Mapping):
+        if unknown := [name for name in value if name not in Citations.__dataclass_fields__]:
+            fields = ", ".join(Citations.__dataclass_fields__)
+            raise RequestError(f"citations have the fields {fields}, got {shown(unknown[0])}", param=PARAM)
+        value = Citations(**value)
+    elif not isinstance(value, Citations):
+        value = Citations(value)
+    if not isinstance(value.mode, str) or value.mode not in CITATION_MODES:
+        modes = ", ".join(CITATION_MODES)
+        raise RequestError(f"citations must be True, False or one of {modes}, got {shown(value.mode)}", param=PARAM)
+    if not isinstance(value.instruction, str) or len(value.instruction) > MAX_INSTRUCTION_CHARS:
+        text = f"the instruction of citations must be a text of at most {MAX_INSTRUCTION_CHARS} characters"
+        raise RequestError(text, param=PARAM)
+    if not isinstance(value.keep_markers, bool):
+        raise RequestError(f"keep_markers must be True or False, got {shown(value.keep_markers)}", param=PARAM)
+    return value
