@@ -4,7 +4,10 @@ import json
 
 import pytest
 
+from chunkattn.citations import Document
 from chunkattn.errors import RequestError
+from chunkattn.parsers.markers import marker_of
+from chunkattn.schema.citations import citations_of
 from chunkattn.schema.decide import DecideBody
 from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.documents import CacheBody, ForgetBody
@@ -25,9 +28,18 @@ def validated(body):
     return Parts(salt, prompts, question)
 
 
-def _contents(documents):
-    named = named_documents(documents)
-    return [content for number, content in enumerate(with_stored(documents or (), {})) if number not in named]
+def _contents(documents, citing=None):
+    named, contents = named_documents(documents), with_stored(documents or (), {}, named=True)
+    listed = [content for number, content in enumerate(contents) if number not in named]
+    plain = [content.content if isinstance(content, Document) else content for content in listed]
+    return plain if citing is None else [*map(_marked, listed, plain)]
+
+
+def _marked(document, content):
+    if not content:
+        return content
+    marker = marker_of(document if isinstance(document, Document) else Document(document))
+    return f"{marker}\n{content}" if isinstance(content, str) else {"marker": marker, "ids": content}
 
 
 def _template(variables, body=None):
@@ -63,7 +75,10 @@ def _prompts(body):
     match body:
         case CompletionBody(chunks=chunks) | InspectBody(chunks=chunks) if chunks is not None:
             prompt = chunks.prompt(dict.fromkeys(named_documents(chunks.documents), ""))
-            return [Prompt(_kind(prompt.prefix, body), [prompt.prefix], _contents(chunks.documents))], [prompt.question]
+            citing = citations_of(getattr(body, "citations", None))
+            asked = [] if citing is None or not isinstance(prompt.question, str) else [citing.instruction]
+            documents = _contents(chunks.documents, citing)
+            return [Prompt(_kind(prompt.prefix, body), [prompt.prefix], documents)], [*asked, prompt.question]
         case CompletionBody() | InspectBody() | TokenizeBody(messages=None):
             return _texts(body.prompt, body), []
         case TokenizeBody():
@@ -73,12 +88,17 @@ def _prompts(body):
             if not documents:
                 return [Prompt(kind, messages)], []
             first = [message["role"] for message in messages].index("user")
-            return [Prompt(kind, messages[:first], _contents(documents), messages[first:-1])], messages[-1:]
+            citing = citations_of(body.citations)
+            asked, turns = [] if citing is None else [Value(citing.instruction)], messages[first:-1]
+            behind, question = ([*asked, *turns], messages[-1:]) if turns else ([], [*asked, *messages[-1:]])
+            return [Prompt(kind, messages[:first], _contents(documents, citing), behind)], question
         case CacheBody() | ForgetBody():
-            start = body.start()
+            start, texts = body.start(), body.texts()
+            if body.citations:
+                texts = [_marked(Document(text, name), text) for text, name in zip(texts, body.cited_ids(), strict=True)]
             if body.messages is None:
-                return [Prompt(_kind(start, body), [start], body.texts())], []
-            return [Prompt(_template(body.chat_template_kwargs, body), start, body.texts())], []
+                return [Prompt(_kind(start, body), [start], texts)], []
+            return [Prompt(_template(body.chat_template_kwargs, body), start, texts)], []
         case ScoreBody(pairwise=True):
             queries, _ = body.pairs({})
             texts = [body.text_2, body.items, body.documents]

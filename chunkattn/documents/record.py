@@ -8,7 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from chunkattn.citations import Document
 from chunkattn.errors import ChunkAttnError, ConfigError
+from chunkattn.parsers.document_encoder import Marked
+from chunkattn.parsers.markers import marker_of
 
 
 class RecordsError(ChunkAttnError, OSError):
@@ -74,6 +77,7 @@ class DocumentRecord:
         prefix_tokens: token count of the prefix as last computed; None if unknown.
         num_bytes: bytes of the document's K/V as last computed; None if unknown.
         keep_states: whether the client wants the state at the document's end kept, in a model with recurrent layers.
+        cite_as: id that the marker in the document's chunk names; None for a document that was stored without a marker.
         fault: why this process cannot use the document, which is then in the file alone; None for a usable one. Never written.
     """
 
@@ -88,12 +92,20 @@ class DocumentRecord:
     prefix_tokens: int | None = None
     num_bytes: int | None = None
     keep_states: bool = False
+    cite_as: str | None = None
     fault: str | None = None
 
     @property
     def is_live(self) -> bool:
         """Return whether clients can use the document now."""
         return self.fault is None and (self.expires is None or self.expires > time.time())
+
+    @property
+    def marked(self) -> Any:
+        """Return the source, with its marker if the document was stored with one."""
+        if self.cite_as is None:
+            return self.source
+        return Marked(self.source, marker_of(Document(self.source, self.cite_as)))
 
     @property
     def source(self) -> str | list[int]:

@@ -18,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 _APPLICATION_ID = 0x63_61_64_73
 """Number that SQLite keeps in the header of the file and tells a file of records from other databases."""
-_VERSION = 3
-"""Version of the tables. Version 1 has no table `owed`, and version 2 no column `keep_states`."""
+_VERSION = 4
+"""Version of the tables. Version 1 has no table `owed`, version 2 no column `keep_states`, and version 3 no `cite_as`."""
 _RESERVE_BYTES = 512 << 10
 """Bytes kept for deletions on a full disk. A deletion writes the changed pages, about 20 of 4 KiB for a document."""
 _COLUMNS = "scope, id, prefix, document, created, expires, pinned, tokens, prefix_tokens, num_bytes, keep_states"
@@ -97,9 +97,10 @@ class RecordsFile:
             for scope, name, prefix, document, created, expires, pinned, *sizes, keeps in rows.execute(
                 f"SELECT {_COLUMNS} FROM documents ORDER BY number"
             ):
-                parts = Scope(*decode(scope)), name, Prefix(*decode(prefixes[prefix])), decode(document)
+                content, cite_as = _decoded(document)
+                parts = Scope(*decode(scope)), name, Prefix(*decode(prefixes[prefix])), content
                 record = DocumentRecord(*parts, created, expires, bool(pinned), *sizes)
-                record.keep_states = bool(keeps)
+                record.keep_states, record.cite_as = bool(keeps), cite_as
                 yield record
 
     def read_owed(self) -> Iterator[tuple[DocumentRecord, list[str]]]:
@@ -110,7 +111,9 @@ class RecordsFile:
         """
         with self._reading() as rows:
             for scope, name, prefix, document, created, places in rows.execute("SELECT * FROM owed"):
-                record = DocumentRecord(Scope(*decode(scope)), name, Prefix(*decode(prefix)), decode(document), created)
+                content, cite_as = _decoded(document)
+                record = DocumentRecord(Scope(*decode(scope)), name, Prefix(*decode(prefix)), content, created)
+                record.cite_as = cite_as
                 yield record, decode(places)
 
     @contextmanager
@@ -274,10 +277,22 @@ def _insert(rows: sqlite3.Connection, record: DocumentRecord) -> None:
     ((number,),) = rows.execute("SELECT number FROM prefixes WHERE content = ?", (prefix,))
     sizes = record.tokens, record.prefix_tokens, record.num_bytes, record.keep_states
     values = (
-        *(encode(record.scope), record.id, number, encode(record.source)),
+        *(encode(record.scope), record.id, number, _encoded(record)),
         *(record.created, record.expires, record.pinned, *sizes),
     )
     rows.execute(f"INSERT INTO documents ({_COLUMNS}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+
+
+def _encoded(record: DocumentRecord) -> bytes:
+    """Return the content of a record as bytes, in an object with `cite_as` if it has one."""
+    content = record.source
+    return encode(content if record.cite_as is None else {"content": content, "cite_as": record.cite_as})
+
+
+def _decoded(value: bytes) -> tuple[Any, str | None]:
+    """Return content and `cite_as` of `_encoded`."""
+    content = decode(value)
+    return (content["content"], content["cite_as"]) if isinstance(content, Mapping) else (content, None)
 
 
 def _delete(rows: sqlite3.Connection, record: DocumentRecord, *, is_owed: bool = True) -> None:
@@ -325,8 +340,9 @@ def _open(path: Path) -> sqlite3.Connection:
             file.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
         if version < 2:
             file.execute(_OWED)
-        if version < _VERSION:
+        if version < 3:
             file.execute(_KEEP_STATES)
+        if version < _VERSION:
             file.execute(f"PRAGMA user_version = {_VERSION}")
         file.execute("COMMIT")
         file.execute("PRAGMA journal_mode = WAL")

@@ -311,11 +311,13 @@ def _records_of(scope: Scope, body: CacheBody | ForgetBody) -> list[DocumentReco
     prefix = Prefix(body.start(), body.messages is not None, body.template_options())
     digest, numbers = blake2b(prefix.encode(), digest_size=16).digest(), dict[str, int]()
     records = []
-    for number, (name, source) in enumerate(zip(body.ids(), body.texts(), strict=True)):
+    for number, (name, cite_as, source) in enumerate(zip(body.ids(), body.cited_ids(), body.texts(), strict=True)):
         if not source:
             raise ApiError(400, f"documents.{number} is empty", param="documents", code="invalid_value")
         content = blake2b(json.dumps(source).encode(), digest_size=12, key=digest)
         record = DocumentRecord(scope, name or f"doc-{content.hexdigest()}", prefix, source)
+        if body.citations:
+            record.cite_as = record.id if cite_as is None else cite_as
         if isinstance(body, CacheBody):
             record.pinned, record.keep_states = body.pin, body.keep_states
         if (first := numbers.setdefault(record.id, number)) < number and not may_repeat:

@@ -98,12 +98,15 @@ def _content(record: DocumentRecord, place: str, route: Route, body: Mapping[str
     Raises:
         ApiError: 400, the route cannot take the document in this form.
     """
-    source = record.source
-    if route.named == "content":
+    source, cites = record.source, body.get("citations") not in (None, False)
+    if route.named == "content" and not cites:
         return source
     if not isinstance(source, str):
-        text = f"{place}: the document {record.id!r} is stored as token ids, and behind a gateway this route takes texts alone"
+        taker = "an answer with citations" if cites else "this route"
+        text = f"{place}: the document {record.id!r} is stored as token ids, and behind a gateway {taker} takes texts alone"
         raise ApiError(400, text, param="documents", code="invalid_value")
+    if route.named == "content":
+        return {"id": record.id if record.cite_as is None else record.cite_as, "text": source}
     if route.named == "text":
         return source
     match _rank_fields(body):

@@ -59,8 +59,8 @@ class DocumentRequests:
             for name, value in (("tools", variables.pop("tools", None)), ("chat_template_kwargs", variables))
             if value
         }
-        documents = [{"id": remote_id(r), "text": r.document} if isinstance(r.document, str) else r.source for r in records]
-        return {**start, "documents": documents, **options, **salt_of(records[0]), **fields}
+        cited = {} if records[0].cite_as is None else {"citations": True}
+        return {**start, "documents": [*map(_sent, records)], **options, **cited, **salt_of(records[0]), **fields}
 
     def route(self, record: DocumentRecord) -> int:
         """Return the routing key of a document."""
@@ -103,6 +103,14 @@ class DocumentRequests:
         """
         async with self._turns.setdefault(name, FairShares(_CONCURRENT, 2 * _CONCURRENT)).turn():
             return await answer_of(self._replicas, name, request, timeout_s or self._timeout_s)
+
+
+def _sent(record: DocumentRecord) -> Any:
+    """Return a document as it is sent to replicas."""
+    if not isinstance(record.document, str):
+        return record.source
+    cite_as = {} if record.cite_as is None else {"cite_as": record.cite_as}
+    return {"id": remote_id(record), "text": record.document, **cite_as}
 
 
 def remote_id(record: DocumentRecord) -> str:

@@ -96,10 +96,14 @@ class DocumentEncoder:
             param: name of the argument that holds the document.
 
         Raises:
-            RequestError: the document is neither text nor token ids, or cannot be tokenized.
+            RequestError: the document is neither text nor token ids, it cannot be tokenized, or the tokenizer cannot write its
+                marker.
         """
         content, marker = document if isinstance(document, Marked) else (document, None)
         content = document_of(content, name, param)
+        if marker is not None and not self._writes_markers:
+            text = "citations need a tokenizer that writes letters, digits and punctuation as they are; this engine has none"
+            raise RequestError(text, param=PARAM)
         before = "" if marker is None else f"{marker}{BEHIND_MARKER}"
         if not isinstance(content, str):
             return [*self._encode(before, name, param), *content] if before else content, None
@@ -120,13 +124,10 @@ class DocumentEncoder:
             names: the caller's names of the documents, for errors.
 
         Raises:
-            RequestError: the tokenizer cannot write a marker, or as `cited_documents`.
+            RequestError: a document is malformed, or as `cited_documents`.
         """
         if options is None:
             return documents, None
-        if not self._writes_markers:
-            text = "citations need a tokenizer that writes letters, digits and punctuation as they are; this engine has none"
-            raise RequestError(text, param=PARAM)
         listed = [
             document if isinstance(document, Document) else Document(document_of(document, names.of(number), names.chunks))
             for number, document in enumerate(documents)

@@ -35,6 +35,8 @@ class _Parts(Tooled):
     """Texts, token ids, or objects with a text, and perhaps a title."""
     cache_salt: CacheSalt = None
     chat_template_kwargs: TemplateOptions
+    citations: bool = False
+    """Documents with the markers that answers with `citations` cite them by."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -54,6 +56,10 @@ class _Parts(Tooled):
     def ids(self) -> list[str | None]:
         """Return the id of each document; None for a document without an id."""
         return [d.id if isinstance(d, Document) else None for d in self.documents]
+
+    def cited_ids(self) -> list[str | None]:
+        """Return the id that citations name each document by; None for a document without an id."""
+        return [(d.id if d.cite_as is None else d.cite_as) if isinstance(d, Document) else None for d in self.documents]
 
     def texts(self) -> list[Any]:
         """Return text or token ids of each document."""

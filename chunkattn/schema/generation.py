@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from chunkattn.answer_parsers.tools import Tools
+from chunkattn.citations import Document as NamedDocument
 from chunkattn.focus import Focus
 from chunkattn.parsers import DocumentPrompt
 from chunkattn.parsers.prompt import Prompt
@@ -20,6 +21,7 @@ from chunkattn.schema.accepted import (
     no_effect,
 )
 from chunkattn.schema.base import Body, Entry, FastList, Sampling, Strict, Texts, TokenIds, TokenLists
+from chunkattn.schema.citations import CitationsField
 from chunkattn.schema.parts import chat_message, titled
 from chunkattn.schema.rendered import Rendered
 from chunkattn.schema.shapes import SHAPE_FIELDS
@@ -33,6 +35,8 @@ class Document(Entry):
     id: str | None = None
     title: str | None = None
     text: str
+    cite_as: str | None = None
+    """Id that citations name the document by, in place of its own."""
 
     def plain(self) -> str:
         """Return the text of the document."""
@@ -76,15 +80,20 @@ def named_documents(documents: Sequence[Any] | None) -> dict[int, str]:
     return {number: d.id for number, d in numbered if isinstance(d, DocumentOrId) and d.text is None and d.id is not None}
 
 
-def with_stored(documents: Sequence[Any], stored: Mapping[int, Any]) -> list[Any]:
+def with_stored(documents: Sequence[Any], stored: Mapping[int, Any], *, named: bool = False) -> list[Any]:
     """Return the texts and token ids of a request's documents.
 
     Args:
         documents: documents of a request.
         stored: contents of the documents named by id, by their place.
+        named: whether a text with an id becomes a `chunkattn.Document`.
     """
     numbered = enumerate(documents)
-    return [stored[n] if n in stored else d.plain() if isinstance(d, DocumentOrId) else d for n, d in numbered]
+    return [stored[n] if n in stored else _content(d, named) if isinstance(d, DocumentOrId) else d for n, d in numbered]
+
+
+def _content(document: DocumentOrId, named: bool) -> str | NamedDocument:
+    return NamedDocument(document.plain(), document.id) if named and document.id is not None else document.plain()
 
 
 ChunkMode = Literal["isolated", "joined"]
@@ -140,7 +149,7 @@ class Chunks(Strict):
             stored: token ids of the documents named by id, by their place.
         """
         prefix: str | TokenIds = self.prefix or ("" if isinstance(self.question, str) else [])
-        return DocumentPrompt(prefix, with_stored(self.documents, stored), self.question)
+        return DocumentPrompt(prefix, with_stored(self.documents, stored, named=True), self.question)
 
 
 def prompts_of(prompt: str | Sequence[Any]) -> list[Prompt]:
@@ -200,6 +209,7 @@ class CompletionBody(Sampling, PromptBody, CompletionNoEffect):
     fields_of: ClassVar = {"prompt": ("chunks", "prompt"), **SHAPE_FIELDS}
 
     focus: FocusField = None
+    citations: CitationsField = None
     max_tokens: int = 16
     echo: bool = False
     """Return the prompt before the text, with its log-probabilities if asked."""
@@ -307,6 +317,7 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
     chunk_mode: ChunkMode = "isolated"
     """Documents as `isolated` chunks, or one `joined` chunk."""
     focus: FocusField = None
+    citations: CitationsField = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False
@@ -356,12 +367,12 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
         return named_documents(self.documents)
 
     def chunks(self, stored: Mapping[int, Any]) -> list[Any] | None:
-        """Return the text or the token ids of each document, or None without documents.
+        """Return the text or the token ids of each document, with its id if it has one, or None without documents.
 
         Args:
             stored: token ids of the documents named by id, by their place.
         """
-        return None if self.documents is None else with_stored(self.documents, stored)
+        return None if self.documents is None else with_stored(self.documents, stored, named=True)
 
     @property
     def echoed(self) -> str:

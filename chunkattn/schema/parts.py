@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from chunkattn.answer_parsers.tools import shown_tool
+from chunkattn.citations import Citations, Document
+from chunkattn.parsers.markers import BEHIND_MARKER, marker_of
+from chunkattn.schema.citations import citations_in
 from chunkattn.web.paths import RERANK_PATHS
 
 Object = Mapping[str, Any]
@@ -217,7 +220,9 @@ def _completion(body: Object, separator: str | None) -> tuple[list[Prompt], list
     if (chunks := body.get("chunks")) is not None:
         question = chunks["question"]
         prefix = chunks.get("prefix") or ("" if isinstance(question, str) else [])
-        return [_prompt(prefix, _contents(chunks["documents"]), plain=plain)], [question]
+        citing = citations_in(body)
+        questions = [question] if citing is None or not isinstance(question, str) else [citing.instruction, question]
+        return [_prompt(prefix, _contents(chunks["documents"], citing), plain=plain)], questions
     for prompt in _leaves(body.get("prompt")):
         first, *chunks = prompt.split(separator) if separator and isinstance(prompt, str) else [prompt]
         if len(chunks) > 1 and body.get("chunk_aware") is not False:
@@ -234,12 +239,16 @@ def _chat(body: Object, separator: str | None) -> tuple[list[Prompt], list[Any]]
     if not documents:
         return [Prompt(_template(body), messages)], []
     first = [message["role"] for message in messages].index("user")
-    contents = _contents(documents)
-    return [Prompt(_template(body), messages[:first], contents, messages[first:-1])], messages[-1:]
+    citing = citations_in(body)
+    *behind, last = [*([] if citing is None else [Value(citing.instruction)]), *messages[first:]]
+    question = [last]
+    if first == len(messages) - 1:  # nothing but the instruction is behind the documents
+        behind, question = [], [*behind, last]
+    return [Prompt(_template(body), messages[:first], _contents(documents, citing), behind)], question
 
 
 def _stored(body: Object, separator: str | None) -> tuple[list[Prompt], list[Any]]:
-    documents, messages = _contents(body["documents"]), body.get("messages")
+    documents, messages = _contents(body["documents"], citations_in(body)), body.get("messages")
     if messages is not None:
         return [Prompt(_template(body), [*map(chat_message, listed(messages))], documents)], []
     return [_prompt(body.get("prefix") or ([] if isinstance(body["documents"][0], list) else ""), documents)], []
@@ -337,10 +346,19 @@ def tools_kind(tools: Sequence[Object]) -> dict[str, str]:
     return {"tools": json.dumps([*map(shown_tool, tools)], separators=(",", ":"))} if tools else {}
 
 
-def _contents(documents: Any) -> list[Any]:
-    """Return texts and token ids of documents, without those that have no text."""
-    plain = (titled(d.get("title"), d["text"]) if isinstance(d, Mapping) else d for d in listed(documents) if _has_text(d))
-    return [*plain]
+def _contents(documents: Any, citing: Citations | None = None) -> list[Any]:
+    """Return texts and token ids of documents, with their markers under citations, without those that have no text."""
+    given = [d for d in listed(documents) if _has_text(d)]
+    contents = [titled(d.get("title"), d["text"]) if isinstance(d, Mapping) else d for d in given]
+    return contents if citing is None else [*map(_marked, contents, given)]
+
+
+def _marked(content: Any, document: Any) -> Any:
+    """Return a content with the marker of its document, as the chunk begins; token ids with the marker beside them."""
+    if not content:
+        return content
+    marker = marker_of(Document(content, _first(document, "cite_as", "id") if isinstance(document, Mapping) else None))
+    return f"{marker}{BEHIND_MARKER}{content}" if isinstance(content, str) else {"marker": marker, "ids": content}
 
 
 def _has_text(document: Any) -> bool:

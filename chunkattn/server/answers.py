@@ -10,13 +10,16 @@ from heapq import nlargest
 from typing import Any
 
 from chunkattn.calls.generate import COST, GenerateJob, generate_job
+from chunkattn.citations import Document
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import DocumentPrompt, ParsedPrompt
 from chunkattn.parsers.choice import shortest
 from chunkattn.parsers.prompt import Prompt
 from chunkattn.sampling_params import SamplingParams
+from chunkattn.schema.citations import citations_of
 from chunkattn.schema.generation import ChatBody, CompletionBody, focus_of
+from chunkattn.server.citations import cited_fields
 from chunkattn.server.state import ServerState, new_id
 from chunkattn.server.texts import (
     Entry,
@@ -48,7 +51,8 @@ class Answer(ABC):
         focus: choice among the documents; None shows all documents alike.
         field: name of the field with the documents.
         stored: documents that the request names by id, by the number of their chunk.
-        contents: their token ids.
+        contents: what the parser makes their chunks of.
+        citations: how the answer cites documents; None without citations.
     """
 
     kind: str
@@ -61,7 +65,9 @@ class Answer(ABC):
         self.options, self.state, self.caller, self.texts = body, state, caller, state.texts
         self.salt, self.focus = caller.salt(body.cache_salt), focus_of(body.focus)
         self.stored = state.named_documents(body.named(), caller, body.cache_salt, field=self.field)
-        self.contents = {number: document.chunk for number, document in self.stored.items()}
+        self.citations = citations_of(body.citations)
+        cited = self.citations is not None
+        self.contents = {number: document.content_for(cited=cited) for number, document in self.stored.items()}
         self._moved: list[int] | None = None
         self.id, self.created = new_id(self.kind), int(time.time())
 
@@ -141,7 +147,8 @@ class Answer(ABC):
     def documents_size(self, documents: Sequence[Any]) -> int:
         """Return the characters or token ids of documents, with their template; of those that are read again, twice."""
         template = self.state.llm.frontend.parser.documents.size
-        sizes = [len(document) + (template if isinstance(document, str) else 0) for document in documents]
+        contents = (document.content if isinstance(document, Document) else document for document in documents)
+        sizes = [len(content) + (template if isinstance(content, str) else 0) for content in contents]
         again = nlargest(self.focus.top_n, sizes) if self.focus is not None and self.focus.mode == "reread" else []
         return sum(sizes) + sum(again)
 
@@ -155,7 +162,7 @@ class Answer(ABC):
         if self.stored:  # their contents as they were given, without the document template
             sources = list(prompt.sources)
             for number, document in self.stored.items():
-                sources[number] = document.chunk.tolist() if document.text is None else document.text
+                sources[number] = document.record.source
             prompt = replace(prompt, sources=sources)
         body, frontend = self.options, self.state.llm.frontend
         options |= {"cache_salt": self.salt, "final_only": not body.stream}
@@ -262,7 +269,8 @@ class Completion(Answer):
     def _job(self, prompt: Prompt) -> GenerateJob:
         """Return the job of one prompt."""
         frontend, body = self.state.llm.frontend, self.body
-        options: dict[str, Any] = {"chunk_mode": body.chunk_mode, "add_special_tokens": body.add_special_tokens}
+        options: dict[str, Any] = {"chunk_mode": body.chunk_mode, "citations": self.citations}
+        options["add_special_tokens"] = body.add_special_tokens
         (parsed,) = frontend.parse([prompt], body.chunk_aware, self.focus, **options)
         return self.job_of(parsed, prompt_only=not body.max_tokens)
 
@@ -291,9 +299,8 @@ class Completion(Answer):
             if self.body.echo:
                 ids, entries = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *entries]
             token_logprobs = self._logprobs(ids, entries, offsets)
-        if self.body.echo:
-            text = self._prompt_text(output) + text
-        return self.entry(index, {"text": text}, token_logprobs, sample, output)
+        before = self._prompt_text(output) if self.body.echo else ""
+        return self.entry(index, {"text": before + text, **cited_fields(sample, len(before))}, token_logprobs, sample, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return a choice with the prompt under `echo`, or None."""
@@ -312,7 +319,8 @@ class Completion(Answer):
         if new.logprobs is not None:
             tail.offsets = tail.offsets or self._offsets(output, 0)
             token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
-        return self.entry(index, {"text": new.text}, token_logprobs, new)
+        shift = len(self._prompt_text(output)) if self.body.echo and new.citations else 0
+        return self.entry(index, {"text": new.text, **cited_fields(new, shift)}, token_logprobs, new)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt

@@ -16,6 +16,7 @@ from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.schema.generation import ChatBody
 from chunkattn.server.answers import Answer
+from chunkattn.server.citations import cited_fields
 from chunkattn.server.state import ServerState
 from chunkattn.server.texts import Tail, chat_logprobs
 from chunkattn.structured_outputs import StructuredOutputsParams
@@ -68,7 +69,8 @@ class Chat(Answer):
         frontend, body = self.state.llm.frontend, self.body
         messages = [m.plain() for m in body.messages]
         options = body.template_options()
-        (parsed,) = frontend.parse_chat([messages], self.documents, options, self.focus, chunk_mode=body.chunk_mode)
+        how: dict[str, Any] = {"chunk_mode": body.chunk_mode, "citations": self.citations}
+        (parsed,) = frontend.parse_chat([messages], self.documents, options, self.focus, **how)
         self._hold_to_form(parsed)
         job = self.job_of(parsed, most_tokens=frontend.sampling_defaults.get("max_tokens"))
         self.check_generated(job, parsed)
@@ -106,6 +108,7 @@ class Chat(Answer):
         read.add(self._reader().feed(sample.text, last=True))
         content = self.body.echoed + read.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message |= cited_fields(sample, len(self.body.echoed))
         if read.reasoning is not None and self.body.include_reasoning:
             message["reasoning_content"] = read.reasoning
         if read.calls:
@@ -126,7 +129,7 @@ class Chat(Answer):
         if (reader := self._readers.get(index)) is None:
             reader = self._readers[index] = self._reader()
         events = reader.feed(new.text, last=new.finish_reason is not None)
-        delta = self._delta(index, events)
+        delta = self._delta(index, events) | (cited_fields(new, len(self.body.echoed)) if new.citations else {})
         if token_logprobs and not delta:
             delta = {"content": ""}
         if not delta and new.finish_reason is None:

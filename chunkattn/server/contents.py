@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from chunkattn.calls.precompute import PrecomputeJob
+from chunkattn.citations import Document
 from chunkattn.documents.background import Background
 from chunkattn.documents.records import DocumentRecord, DocumentRecords
 from chunkattn.errors import ChunkAttnError, EngineDeadError, RequestError
@@ -62,6 +63,17 @@ class StoredDocument:
     def source(self) -> str | np.ndarray:
         """Return the document without the document template: its text, or the token ids it was given as."""
         return self.chunk if self.text is None else self.text
+
+    def content_for(self, *, cited: bool) -> Any:
+        """Return the document as a prompt takes it: its chunk, or what the parser makes the chunk of.
+
+        Args:
+            cited: whether the prompt's documents have markers.
+        """
+        record = self.record
+        if cited:
+            return Document(record.source, record.id if record.cite_as is None else record.cite_as)
+        return self.chunk if record.cite_as is None else record.source
 
     def follows(self, output: RequestOutput) -> bool:
         """Return whether the prompt of an output has the prefix that the document was stored after."""

@@ -163,7 +163,7 @@ class EngineKeeper:
         prefix, salt, names = records[0].prefix, records[0].scope.cache_salt, _names(records[0].prefix)
 
         def parse() -> list[Content]:
-            sources: list[Any] = [record.source for record in records]
+            sources: list[Any] = [record.marked for record in records]
             prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix.source, sources, prefix.template_options, names)
             if not all(chunks):
                 text = f"documents.{next(n for n, chunk in enumerate(chunks) if not chunk)} is empty"
@@ -390,7 +390,7 @@ class EngineKeeper:
         try:
             if not self._can_store:
                 raise RequestError("documents are stored only under position_strategy 'shared'")
-            texts: list[Any] = [record.source for record in records]
+            texts: list[Any] = [record.marked for record in records]
             # A text tells the parser that an empty list is one of messages.
             sources = [*texts, "?"] if prefix.is_chat else texts
             prefix_ids, chunks = self.llm.frontend.parser.parse_cache(prefix.source, sources, prefix.template_options)

@@ -172,19 +172,21 @@ class Tail:
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._held = max(map(len, stop), default=1) - 1
-        self._chars = self._tokens = 0
+        self._chars = self._tokens = self._cited = 0
         self._ended = False
         self.offsets: Offsets | None = None
 
     def take(self, sample: CompletionOutput) -> CompletionOutput | None:
-        """Return the text, tokens and log-probabilities that a sample has gained, or None if it has gained nothing."""
+        """Return text, tokens, log-probabilities and citations that a sample has gained, or None if it has gained nothing."""
         end = len(sample.text) if sample.finish_reason else max(len(sample.text) - self._held, self._chars)
         text, ids, ends = sample.text[self._chars : end], sample.token_ids[self._tokens :], sample.finish_reason is not None
-        if not (text or ids or ends) or self._ended:
+        cited = None if sample.citations is None else [c for c in sample.citations[self._cited :] if c.end <= end]
+        if not (text or ids or ends or cited) or self._ended:
             return None
+        self._cited += len(cited or ())
         logprobs = None if sample.logprobs is None else sample.logprobs[self._tokens :]
         self._chars, self._tokens, self._ended = end, len(sample.token_ids), ends
-        return replace(sample, text=text, token_ids=ids, logprobs=logprobs)
+        return replace(sample, text=text, token_ids=ids, logprobs=logprobs, citations=cited)
 
 
 def completion_logprobs(

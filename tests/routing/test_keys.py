@@ -8,14 +8,16 @@ import pytest
 from fastapi.routing import APIRoute
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from chunkattn.citations import Document
 from chunkattn.documents.routes import documents_router
 from chunkattn.gateway.app import _KNOWN
 from chunkattn.parsers import PromptParser
 from chunkattn.parsers.encode import PlainEncoder
 from chunkattn.parsers.states import StateTemplate
+from chunkattn.schema.citations import citations_of
 from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.documents import CacheBody
 from chunkattn.schema.generation import ChatBody, CompletionBody
@@ -41,6 +43,7 @@ def parser():
     vocab = {t: i for i, t in enumerate(["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
     made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT)
     return PromptParser(made, separator=SEP, strategy="shared", chunk_aware=True)
@@ -75,6 +78,14 @@ ONE_DOCUMENT = [
     completion(["Figs."], add_special_tokens=False),
     completion(["Figs."], cache_salt="mine"),
     completion(["Figs."], cache_salt=""),
+    completion(["Figs."], citations=True),
+    completion([{"text": "Figs."}], citations="required"),
+    completion([{"text": "Figs.", "id": "a"}], citations=True),
+    completion([{"text": "Figs.", "id": "a"}], citations=False),
+    completion(["[doc:a]\nFigs."]),
+    completion([{"text": "Figs.", "id": "a", "title": "Fruit"}], citations={"mode": "auto", "instruction": None}),
+    completion([{"text": "Figs.", "id": "no plain id"}], citations=True),
+    completion([[70, 71]], citations=True),
     completion([[70, 71]], prefix=[70], question=[72]),
     completion([[70, 71]], prefix=[], question=[72]),
     completion([[70, 71]], prefix=None, question=[72]),
@@ -85,6 +96,11 @@ ONE_DOCUMENT = [
     ("/v1/completions", {"prompt": f"{SEP}Figs.{SEP}Who?"}),
     stored(["Figs."], prefix="Be brief."),
     stored([{"text": "Figs.", "title": "Fruit"}], prefix="Be brief.", pin=True),
+    stored(["Figs."], prefix="Be brief.", citations=True),
+    stored([{"text": "Figs.", "id": "a"}], prefix="Be brief.", citations=True),
+    stored([{"text": "Figs.", "id": "gw-1", "cite_as": "a"}], prefix="Be brief.", citations=True),
+    stored([{"text": "Figs.", "id": "gw-1", "cite_as": "a"}], prefix="Be brief."),
+    stored([{"text": "Figs.", "id": "a"}], messages=[SYSTEM], citations=True),
     stored(["Figs."]),
     stored(["Figs."], cache_salt="mine", prefix="Be brief."),
     stored([[70, 71]], prefix=[70]),
@@ -96,6 +112,8 @@ ONE_DOCUMENT = [
     chat(["Figs."], SYSTEM),
     chat(["Figs."], SYSTEM, chat_template_kwargs={"enable_thinking": False}, temperature=0),
     chat([[70, 71]], SYSTEM),
+    chat(["Figs."], SYSTEM, citations=True),
+    chat([{"text": "Figs.", "id": "a"}], SYSTEM, citations={"instruction": ""}),
     chat(["Figs."], PARTS),
     chat(["Figs."], NAMED),
     chat(["Figs."], SYSTEM, SYSTEM),
@@ -111,12 +129,11 @@ def content(parser, path, body):
     if path == "/v1/completions":
         read = CompletionBody.model_validate(body)
         own = parser if read.add_special_tokens else parser.without_leading()
-        layout = own.parse(read.prompts({})[0], read.chunk_aware).layout
+        layout = own.parse(read.prompts({})[0], read.chunk_aware, None, citations_of(read.citations)).layout
     elif path == "/v1/chat/completions":
         read = ChatBody.model_validate(body)
-        layout = parser.parse_chat(
-            [m.plain() for m in read.messages], documents=read.chunks({}), **read.template_options()
-        ).layout
+        how = {"documents": read.chunks({}), "citations": citations_of(read.citations), **read.template_options()}
+        layout = parser.parse_chat([m.plain() for m in read.messages], **how).layout
     elif path == "/v1/decisions":
         read = DecisionsBody.model_validate(body)
         plain = PlainEncoder(parser.encode, parser.encode.special)
@@ -125,7 +142,10 @@ def content(parser, path, body):
         return read.salt, tuple(prefix), tuple(parser.read_documents(options["documents"])[0])
     else:
         read = CacheBody.model_validate(body)
-        prefix, chunks = parser.parse_cache(read.start(), read.texts(), read.chat_template_kwargs)
+        documents = [Document(*pair) for pair in zip(read.texts(), read.cited_ids(), strict=True)]
+        prefix, chunks = parser.parse_cache(
+            read.start(), documents, read.chat_template_kwargs, citations=citations_of(read.citations)
+        )
         return read.cache_salt, tuple(prefix), tuple(chunks[0])
     assert layout.num_chunks == 1
     prefix, chunk, _ = (tuple(layout.part(s).tolist()) for s in layout.segments)
@@ -159,6 +179,19 @@ def test_order_and_company_change_no_key():
     assert sizes == [len("Be brief."), len("One."), len("T\nTwo."), 8]
     assert keys_of(*completion(["é"], question="Who?")).pieces[-1][1] == 2
     assert keys_of(*completion([], question="Who?")).rest == 4
+
+
+def test_the_instruction_to_cite_is_part_of_what_stands_behind_the_documents():
+    turns = [USER, {"role": "assistant", "content": "Ann, who has lived in the old mill by the river for a very long time."}]
+    one, same, other, none = (
+        keys_of(*chat(["Figs."], SYSTEM, *turns, citations=citations))
+        for citations in (True, {"mode": "required"}, {"instruction": "Cite."}, {"instruction": ""})
+    )
+    assert one == same
+    documents = shared(one, other)
+    assert documents == shared(one, none) == sum(size for _, size in keys_of(*chat(["Figs."], SYSTEM, citations=True)).pieces)
+    assert keys_of(*completion(["Figs."], citations="required")) == keys_of(*completion(["Figs."], citations=True))
+    assert keys_of(*completion(["Figs."], citations="always")) == Keys()
 
 
 def test_joined_documents_are_one_piece():
