@@ -16,6 +16,7 @@ INSTRUCTION = (
 )
 """Default of `Citations.instruction`."""
 MAX_INSTRUCTION_CHARS = 8192
+MAX_WITHIN = 10_000
 PARAM = "citations"
 """Name of the argument in errors."""
 
@@ -42,16 +43,18 @@ class Citations:
     """How an answer cites the documents of its prompt.
 
     Attributes:
-        mode: `"auto"` lets the model cite or not; `"required"` asks for at least one citation, no later than the end of the
-            sentence or line in which the answer reaches 40 characters.
+        mode: `"auto"` lets the model cite or not; `"required"` demands at least one citation.
         instruction: text before the question that tells the model to cite; an empty text adds none. It is part of the question,
             so that no prefix and no document has other K/V.
         keep_markers: whether the answer's text keeps the markers; they are removed by default.
+        within: number of characters behind which, in the mode `"required"`, the first citation follows the next word at the
+            latest. `max_tokens` should leave room for them.
     """
 
     mode: str = AUTO
     instruction: str = INSTRUCTION
     keep_markers: bool = False
+    within: int = 400
 
 
 CitationsLike = bool | str | Mapping[str, Any] | Citations
@@ -86,4 +89,6 @@ def read_citations(value: CitationsLike | None) -> Citations | None:
         raise RequestError(text, param=PARAM)
     if not isinstance(value.keep_markers, bool):
         raise RequestError(f"keep_markers must be True or False, got {shown(value.keep_markers)}", param=PARAM)
+    if isinstance(value.within, bool) or not isinstance(value.within, int) or not 0 <= value.within <= MAX_WITHIN:
+        raise RequestError(f"within must be an integer from 0 to {MAX_WITHIN}, got {shown(value.within)}", param=PARAM)
     return value

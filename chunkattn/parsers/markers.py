@@ -20,10 +20,8 @@ BEHIND_MARKER = "\n"
 """Text between a marker and its document."""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.:@-#"
 """Characters between beginning and end of a marker."""
-_FREE_CHARS = 40
-"""Characters of an answer behind which, in the mode `"required"`, the first end of a sentence or line takes a marker."""
-_ENDS = r".!?\u3002\uff01\uff1f"
-"""Characters that end a sentence before white space, as they stand in a class of a pattern."""
+_WORD_CHARS = 32
+"""Characters of a word that may end before a citation that is due."""
 _PLAIN_ID = re.compile(r"[\w.:@-]{1,64}", re.ASCII)
 _HASH_BYTES = 5
 """Bytes of a hash in a marker, in 8 characters. Two of 4,096 documents have one hash with a chance of 8 in a million."""
@@ -96,7 +94,7 @@ class Cited:
         markers = [*self.numbers(shown)]
         if self.options.mode == REQUIRED and not markers:
             raise RequestError("citations are required, and the prompt has no document to cite", param="citations")
-        return answer_pattern(markers, required=self.options.mode == REQUIRED)
+        return answer_pattern(markers, self.options.within if self.options.mode == REQUIRED else None)
 
 
 def cited_documents(documents: Sequence[Document], options: Citations, names: Names) -> Cited:
@@ -132,17 +130,16 @@ def _reason(one: Document, other: Document) -> str:
     return "have equal contents and no ids" if same else "have markers that are equal by chance"
 
 
-def answer_pattern(markers: Sequence[str], *, required: bool) -> str:
+def answer_pattern(markers: Sequence[str], within: int | None = None) -> str:
     """Return the regular expression of the answers whose markers are some of those given.
 
-    It holds every text in which each `OPEN` begins one of the markers. Without `required` nothing else is constrained: the
-    pattern spells out the automaton that looks for `OPEN`, whose first character stands in it once, so no look-around and no
-    complement is needed. With `required` there is a marker, and up to it no other `[`; the first end of a sentence or line
-    behind `_FREE_CHARS` characters is followed by it.
+    It holds every text in which each `OPEN` begins one of the markers, and no other text. The pattern spells out the automaton
+    that looks for `OPEN`, whose first character stands in it once, so no look-around and no complement is needed.
 
     Args:
         markers: markers of the documents.
-        required: whether a text needs a marker.
+        within: characters behind which the first marker follows the next word at the latest. Up to it the text then holds no
+            other `[`. None needs no marker.
     """
     first, *others = (re.escape(character) for character in OPEN)
     rest = ""
@@ -152,7 +149,6 @@ def answer_pattern(markers: Sequence[str], *, required: bool) -> str:
     if not markers:
         return free
     marker = any_of(sorted(markers))
-    if not required:
+    if within is None:
         return f"{free}(?:{marker}{free})*"
-    before = rf"[^\[]{{0,{_FREE_CHARS}}}(?:[^\[\n{_ENDS}]|[{_ENDS}]+[^\[\s{_ENDS}])*[{_ENDS}]*\s?"
-    return f"{before}(?:{marker}{free})+"
+    return rf"[^\[]{{0,{within}}}\w{{0,{_WORD_CHARS}}}[.!?]? ?(?:{marker}{free})+"

@@ -15,16 +15,20 @@ class CitationOptions(Strict):
     """How an answer cites its documents; see `chunkattn.Citations`."""
 
     mode: Literal["auto", "required"] = "auto"
-    """Let the model cite or not, or ask for at least one citation."""
+    """Let the model cite or not, or demand at least one citation."""
     instruction: str = INSTRUCTION
     """Text before the question that tells the model to cite; an empty text adds none."""
     keep_markers: bool = False
     """Keep the markers in the text."""
+    within: int = 400
+    """Under `required`, characters behind which the first citation follows the next word at the latest."""
 
 
 CitationsField = Annotated[
     bool | Literal["auto", "required"] | CitationOptions | None,
-    Field(description='Cite the documents: `true`, `"required"`, or `{mode, instruction, keep_markers}`; by default not.'),
+    Field(
+        description='Cite the documents: `true`, `"required"`, or `{mode, instruction, keep_markers, within}`; by default not.'
+    ),
 ]
 
 

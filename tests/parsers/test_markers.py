@@ -22,6 +22,7 @@ from chunkattn.parsers.markers import OPEN, answer_pattern, cited_documents, mar
 
 NAMES = Names(chunks="documents", chunk="document")
 MARKERS = ["[doc:a]", "[doc:ab]", "[doc:Q-7.1]", "[doc:#k3bq5x2a]"]
+WITHIN = 12
 PIECES = [
     "[",
     "[d",
@@ -52,19 +53,20 @@ def is_allowed(text, required):
         return True
     if not places or "[" in text[: places[0]]:
         return False
-    late = text[40 : places[0]]
-    inside = late[:-1] if late[-1:].isspace() else late
-    return "\n" not in inside and not re.search(r"[.!?\u3002\uff01\uff1f]\s", inside)
+    late = text[WITHIN : places[0]]
+    word = late.removesuffix(" ")
+    word = word[:-1] if word[-1:] in (".", "!", "?") else word
+    return len(word) <= 32 and all(character.isalnum() for character in word)
 
 
 def random_text(rng):
     text = "".join(rng.choices(PIECES, k=rng.randint(0, 9)))
-    return "".join(rng.choices("xyz ,.3", k=rng.choice((0, 0, 20, 45)))) + text
+    return "".join(rng.choices("xyz,.3 " if rng.random() < 0.5 else "xyzw", k=rng.choice((0, 0, 8, 14, 45)))) + text
 
 
 @pytest.mark.parametrize("required", [False, True])
 def test_the_pattern_holds_the_texts_of_the_definition(required):
-    rng, pattern = random.Random(3), re.compile(answer_pattern(MARKERS, required=required))
+    rng, pattern = random.Random(3), re.compile(answer_pattern(MARKERS, WITHIN if required else None))
     found = set()
     for _ in range(20_000):
         text = random_text(rng)
@@ -101,7 +103,7 @@ def tokens(request):
 
 
 def matcher(made, required):
-    return LLMatcher(made, LLMatcher.grammar_from_regex(answer_pattern(MARKERS, required=required)))
+    return LLMatcher(made, LLMatcher.grammar_from_regex(answer_pattern(MARKERS, WITHIN if required else None)))
 
 
 def allowed(machine, size):
@@ -114,7 +116,7 @@ def allowed(machine, size):
 def test_random_walks_under_the_mask_make_texts_of_the_definition(tokens, required):
     """Tokens that begin a marker or go on with one are likely, so that walks could break many of them."""
     tokenizer, made, texts = tokens
-    rng, pattern = random.Random(5), re.compile(answer_pattern(MARKERS, required=required))
+    rng, pattern = random.Random(5), re.compile(answer_pattern(MARKERS, WITHIN if required else None))
 
     def weight(text, token):
         begun = (text + texts[token])[text.rfind("[") if "[" in text else len(text) :]
@@ -257,9 +259,10 @@ def test_the_chunks_of_a_chat_are_those_of_a_prompt(parser):
         ("plain", True, "send a DocumentPrompt"),
         (ChunkedPrompt("a", ["b"], "c"), "auto", "send a DocumentPrompt"),
         (DocumentPrompt("a", ["b"], "c"), "always", "citations must be True, False or one of auto, required"),
-        (DocumentPrompt("a", ["b"], "c"), {"style": 1}, "citations have the fields mode, instruction, keep_markers"),
+        (DocumentPrompt("a", ["b"], "c"), {"style": 1}, "citations have the fields mode, instruction, keep_markers, within"),
         (DocumentPrompt("a", ["b"], "c"), {"instruction": None}, "must be a text of at most"),
         (DocumentPrompt("a", ["b"], "c"), {"keep_markers": 1}, "keep_markers must be True or False"),
+        (DocumentPrompt("a", ["b"], "c"), {"within": -1}, "within must be an integer from 0"),
         (DocumentPrompt("a", [Document("b", 7)], "c"), True, "document 0 has an id that is no text but int"),
     ],
 )
