@@ -61,7 +61,11 @@ STORED = [
     ("DELETE", f"{URL}/b", {}),
     ("DELETE", f"{URL}/b?cache_salt=tenant", {}),
     ("GET", f"{URL}/b", {}),
+    post({"id": "cited", "text": "Hal keeps ten."}, {"id": "as", "text": "Ida keeps two.", "cite_as": "i"}, citations=True),
+    post("Hal keeps ten.", [8, 9], citations=True, prefix="", messages=[]),
+    ("GET", f"{URL}/cited", {}),
     post("Ana keeps bees.", "Never stored.", path=FORGET),
+    post({"id": "cited", "text": "Hal keeps ten."}, {"id": "x", "text": "Never stored."}, path=FORGET, citations=True),
 ]
 """Requests one after the other, with what they change."""
 REFUSED = [

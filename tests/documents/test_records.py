@@ -47,7 +47,7 @@ def put(records, *made):
 def plain(found):
     """All that a record says, for comparisons."""
     prefix = found.prefix.source, found.prefix.is_chat, found.prefix.template_options
-    flags = found.pinned, found.keep_states
+    flags = found.pinned, found.keep_states, found.cite_as
     rest = found.created, found.expires, found.tokens, found.prefix_tokens, found.num_bytes
     return found.scope, found.id, prefix, found.source, flags, rest
 
@@ -63,6 +63,7 @@ def test_a_new_process_has_every_field(tmp_path):
             expires=2e9 + n,
             pinned=n % 2 == 1,
             keep_states=n % 3 == 1,
+            cite_as=("id", None, "")[n % 3],
             tokens=n,
         )
         for n, (prefix, document, owner, salt) in enumerate(
@@ -294,14 +295,15 @@ def test_what_is_owed_survives_until_it_is_settled(tmp_path):
     records.close()
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_a_file_of_a_former_version_is_read(version, tmp_path):
     path = tmp_path / "documents"
     records = DocumentRecords(path)
     (kept,) = put(records, record("doc-of-a-former-rule"))
     records.close()
     with sqlite3.connect(path) as file:
-        file.execute("ALTER TABLE documents DROP COLUMN keep_states")
+        if version < 3:
+            file.execute("ALTER TABLE documents DROP COLUMN keep_states")
         if version == 1:
             file.execute("DROP TABLE owed")
         file.execute(f"PRAGMA user_version = {version}")

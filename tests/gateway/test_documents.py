@@ -211,6 +211,17 @@ def test_every_route_gets_the_text_in_the_place_of_the_id(llm):
             chunks = {"chunks": {"documents": [{"id": "a"}, "x", {"id": ids, "title": None}], "question": "?"}}
             for path in ("/v1/completions", "/inspect"):
                 assert resolve(path, chunks)["chunks"]["documents"] == [text, "x", [5, 6]]
+            # Citations name a document by its id.
+            (cited,) = chunks["chunks"]["documents"][:1]
+            one = {"chunks": {"documents": [cited, "x"], "question": "?"}, "citations": "required"}
+            assert resolve("/v1/completions", one)["chunks"]["documents"] == [{"id": "a", "text": text}, "x"]
+            assert resolve("/v1/completions", {**one, "citations": False})["chunks"]["documents"] == [text, "x"]
+            with pytest.raises(ApiError, match="an answer with citations takes texts alone"):
+                resolve("/v1/completions", {**chunks, "citations": True})
+            await cluster.post({"id": "c", "text": "Of three.", "cite_as": "three"}, citations=True)
+            assert resolve("/v1/chat/completions", {"documents": [{"id": "c"}], "citations": {}})["documents"] == [
+                {"id": "three", "text": "Of three."}
+            ]
             body = {"documents": [{"id": "a"}, {"id": "a", "text": "own"}], "cache_salt": "tenant"}
             for path in ("/v1/chat/completions", "/v1/decisions", "/v1/systemone", "/v1/score", "/score"):
                 assert resolve(path, body)["documents"] == ["Of the tenant.", {"id": "a", "text": "own"}]
