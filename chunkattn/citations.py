@@ -40,7 +40,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Citations:
-    """How an answer cites the documents of its prompt.
+    """Way in which an answer cites the documents of its prompt.
 
     Attributes:
         mode: `"auto"` lets the model cite or not; `"required"` demands at least one citation.
@@ -58,7 +58,7 @@ class Citations:
 
 
 CitationsLike = bool | str | Mapping[str, Any] | Citations
-"""Whether to cite, a mode, the fields of a `Citations` by name, or a `Citations`."""
+"""Boolean that says whether to cite, a mode, the fields of a `Citations` by name, or a `Citations`."""
 
 
 def read_citations(value: CitationsLike | None) -> Citations | None:

@@ -12,7 +12,7 @@ from chunkattn.schema.base import Strict
 
 
 class CitationOptions(Strict):
-    """How an answer cites its documents; see `chunkattn.Citations`."""
+    """Way in which an answer cites its documents; see `chunkattn.Citations`."""
 
     mode: Literal["auto", "required"] = "auto"
     """Let the model cite or not, or demand at least one citation."""

@@ -240,10 +240,10 @@ def _chat(body: Object, separator: str | None) -> tuple[list[Prompt], list[Any]]
         return [Prompt(_template(body), messages)], []
     first = [message["role"] for message in messages].index("user")
     citing = citations_in(body)
-    *behind, last = [*([] if citing is None else [Value(citing.instruction)]), *messages[first:]]
-    question = [last]
+    asked: list[Any] = [] if citing is None else [Value(citing.instruction)]
+    behind, question = [*asked, *messages[first:-1]], messages[-1:]
     if first == len(messages) - 1:  # nothing but the instruction is behind the documents
-        behind, question = [], [*behind, last]
+        behind, question = [], [*asked, *question]
     return [Prompt(_template(body), messages[:first], _contents(documents, citing), behind)], question
 
 
