@@ -19,6 +19,7 @@ from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import Policy
 from chunkattn.gateway.replicas import BadStatusError, NotSentError, Outgoing, ReplicaGoneError, Replicas
 from chunkattn.gateway.retries import NOT_BEGUN, error_code, pause_s
+from chunkattn.gateway.stream_tail import StreamTail
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
 from chunkattn.request_record import RECORD
@@ -35,7 +36,6 @@ _ELSEWHERE = {503: None, 429: "queue_full"}
 """Statuses after which another replica is tried, with the code that the error must have; None for any."""
 _MOST_REFUSAL = 1 << 16
 """Bytes of a refusal that is kept until another replica answers; longer ones are relayed."""
-_DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
@@ -43,15 +43,17 @@ class _Answering:
     """Progress of one answer.
 
     Attributes:
+        path: path of the request.
+        request_id: id of the request.
         status: status sent to the client; 0 before.
-        is_stream: whether the answer is a stream of server-sent events.
-        end: last bytes sent.
+        stream: end of the events sent; None for an answer that is no stream of server-sent events.
         complete: whether its last byte was sent.
     """
 
+    path: str
+    request_id: str
     status: int = 0
-    is_stream: bool = False
-    end: bytes = b""
+    stream: StreamTail | None = None
     complete: bool = False
 
 
@@ -107,7 +109,7 @@ class Relay:
             ApiError: the request is refused, no replica has answered, or an answer ended early.
         """
         body = await self._bodies.receive(scope, receive)
-        progress = _Answering()
+        progress = _Answering(scope["path"], scope.get("state", {}).get("request_id", ""))
         try:
             async with time_limit(receive, self._config.request_timeout_s):
                 request, keys, by_default = await self._read(scope, body)
@@ -340,10 +342,11 @@ def _note(progress: _Answering, message: Any) -> None:
     if message["type"] == "http.response.start":
         progress.status = message["status"]
         kind = next((value for key, value in message["headers"] if key == b"content-type"), b"")
-        progress.is_stream = kind.startswith(b"text/event-stream")
+        progress.stream = StreamTail() if kind.startswith(b"text/event-stream") else None
     else:
         progress.complete = not message.get("more_body", False)
-        progress.end = (progress.end + message.get("body", b"")[-len(_DONE) :])[-len(_DONE) :]
+        if progress.stream is not None:
+            progress.stream.add(message.get("body", b""))
 
 
 def _is_refusal(messages: list[Message]) -> bool:
@@ -368,11 +371,7 @@ async def _end(progress: _Answering, error: ApiError, send: Send) -> None:
     """
     if progress.complete:
         return
-    if not progress.is_stream:
+    if progress.stream is None:
         raise error
-    events = b"data: " + msgspec.json.encode(error.body) + b"\n\n" + _DONE
-    if progress.end == _DONE:
-        events = b""
-    elif not progress.end.endswith(b"\n\n"):
-        events = b"\n\n" + events  # ends the event that has begun
+    events = progress.stream.ending(error, progress.path, progress.request_id)
     await send({"type": "http.response.body", "body": events, "more_body": False})

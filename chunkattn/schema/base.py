@@ -68,7 +68,7 @@ class Strict(Entry):
             return body
         present = {name: value for name, value in body.items() if value is not None}
         for name in present:
-            if name not in cls.model_fields:
+            if name not in cls.model_fields and not any(field.alias == name for field in cls.model_fields.values()):
                 shown = str(name).encode("utf-8", "replace").decode()  # pydantic's context takes no lone surrogate
                 raise PydanticCustomError(UNKNOWN_FIELD, "{name} is not supported by this server", {"name": shown})
         return present
@@ -157,10 +157,9 @@ class StreamOptions(Strict):
     """No effect: events carry no obfuscation."""
 
 
-class Sampling(Body):
+class Sampled(Body):
     """Fields that describe how to continue a prompt; names, meanings and defaults equal those in `SamplingParams`."""
 
-    n: int = 1
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -176,13 +175,8 @@ class Sampling(Body):
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    prompt_logprobs: int | None = None
-    """Number of likeliest tokens to report per prompt token."""
     stream: bool = False
-    stream_options: StreamOptions | None = None
     cache_salt: CacheSalt = None
-    return_tokens_as_token_ids: bool = False
-    """Name the tokens of log-probabilities `token_id:N` instead of by their texts."""
     priority: int = 0
     """Requests of lower priority values are scheduled first."""
     return_chunk_usage: bool = False
@@ -197,6 +191,17 @@ class Sampling(Body):
         if self.structured_outputs is not None and self.response_format is not None:
             raise ValueError("structured_outputs and response_format exclude each other; leave one of them out")
         return self
+
+
+class Sampling(Sampled):
+    """Fields of OpenAI's completions and chats, whose answers may hold several samples and log-probabilities."""
+
+    n: int = 1
+    prompt_logprobs: int | None = None
+    """Number of likeliest tokens to report per prompt token."""
+    stream_options: StreamOptions | None = None
+    return_tokens_as_token_ids: bool = False
+    """Name the tokens of log-probabilities `token_id:N` instead of by their texts."""
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Sampling:

@@ -127,7 +127,7 @@ class Kinds:
         models: tuple[type[BaseModel], ...] = get_args(source) or (source,)
         names: dict[str, str] = {}
         for model in models:
-            field = model.model_fields.get("role", model.model_fields["type"])
+            field = model.model_fields.get("role") or model.model_fields["type"]
             names |= dict.fromkeys(get_args(field.annotation), model.__name__)
         has_messages = any("role" in model.model_fields for model in models)
 

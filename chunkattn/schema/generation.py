@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 
 from chunkattn.answer_parsers.tools import Tools
 from chunkattn.citations import Document as NamedDocument
@@ -20,13 +20,13 @@ from chunkattn.schema.accepted import (
     ShallowObject,
     no_effect,
 )
-from chunkattn.schema.base import Body, Entry, FastList, Sampling, Strict, Texts, TokenIds, TokenLists
+from chunkattn.schema.base import Body, E, Entry, FastList, Sampling, Strict, Texts, TokenIds, TokenLists
 from chunkattn.schema.citations import CitationsField
 from chunkattn.schema.parts import chat_message, titled
 from chunkattn.schema.rendered import Rendered
 from chunkattn.schema.shapes import SHAPE_FIELDS
 from chunkattn.structured_outputs import PARAM
-from chunkattn.web.errors import ApiError
+from chunkattn.web.errors import ApiError, renamed
 
 
 class Document(Entry):
@@ -301,7 +301,17 @@ class NamedChoice(Entry):
     function: NamedFunction
 
 
-class ChatBody(Sampling, Rendered, ChatNoEffect):
+class WithDocuments(Body):
+    """Fields of the documents of a conversation."""
+
+    documents: PromptDocuments | None = None
+    """Chunks of the prompt: texts, token ids, objects with a text, or `{"id"}` of a stored document."""
+    chunk_mode: ChunkMode = "isolated"
+    """Documents as `isolated` chunks, or one `joined` chunk."""
+    focus: FocusField = None
+
+
+class ChatBody(Sampling, Rendered, WithDocuments, ChatNoEffect):
     """Request body of `/v1/chat/completions`."""
 
     fields_of: ClassVar = {
@@ -312,11 +322,6 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
     }
 
     messages: Messages
-    documents: PromptDocuments | None = None
-    """Chunks of the prompt: texts, token ids, objects with a text, or `{"id"}` of a stored document."""
-    chunk_mode: ChunkMode = "isolated"
-    """Documents as `isolated` chunks, or one `joined` chunk."""
-    focus: FocusField = None
     citations: CitationsField = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -331,6 +336,8 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
     """Return the reasoning as `reasoning_content`, in a model whose chat template marks it."""
     echo: bool = False
     """Begin the answer with the text of the last message, if that is an assistant's."""
+
+    _names: Mapping[str, str] = PrivateAttr(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
@@ -361,6 +368,18 @@ class ChatBody(Sampling, Rendered, ChatNoEffect):
         if isinstance(choice, NamedChoice):
             return Tools(functions, "required", choice.function.name, self.parallel_tool_calls)
         return Tools(functions, choice, None, self.parallel_tool_calls)
+
+    def name_as(self, names: Mapping[str, str]) -> None:
+        """Have errors name the fields of another body, whose translation this body is.
+
+        Args:
+            names: names in the other body, by the names in this one.
+        """
+        self._names = names
+
+    def own_error(self, error: E) -> E:
+        """Return an error of the engine's call under the names of the body that the client sent."""
+        return cast("E", renamed(super().own_error(error), self._names))
 
     def named(self) -> dict[int, str]:
         """Return the ids of the documents named by id, by their place."""

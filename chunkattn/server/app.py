@@ -11,13 +11,26 @@ from starlette.types import Receive, Scope, Send
 import chunkattn
 from chunkattn.documents.routes import documents_router
 from chunkattn.errors import ConfigError
-from chunkattn.server.routes import decisions, generation, page, reports, scoring, status, systemone, tokens
+from chunkattn.server.routes import (
+    decisions,
+    generation,
+    messages,
+    page,
+    reports,
+    responses,
+    scoring,
+    status,
+    systemone,
+    tokens,
+)
 from chunkattn.server.state import ServerState
 from chunkattn.web import errors
 from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.cors import cors_options
+from chunkattn.web.keys import API_KEY_HEADER
 from chunkattn.web.middleware import METRICS_PATH, Gate, HeadAsGet
 from chunkattn.web.options import ServerConfig
+from chunkattn.web.paths import MESSAGES_PATH
 from chunkattn.web.route_table import RouteTable
 
 if TYPE_CHECKING:
@@ -26,7 +39,7 @@ if TYPE_CHECKING:
 _EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer. With `stream`: server-sent events whose data is JSON, then `[DONE]`.",
+        "description": "The answer. With `stream`: server-sent events of JSON; completions and chats end with `[DONE]`.",
         "content": {"text/event-stream": {"itemSchema": _EVENT}},
     }
 }
@@ -50,11 +63,13 @@ class _App(FastAPI):
                     del operation["responses"]["422"]
         for name in ("HTTPValidationError", "ValidationError"):
             schema["components"]["schemas"].pop(name, None)
-        schemes = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
+        schemes: dict[str, Any] = {name: {"type": "http", "scheme": name} for name in ("bearer", "basic")}
         security: list[dict[str, list[str]]] = [{name: []} for name in schemes]
         if self.state.server.keys.needed:
-            schema["components"]["securitySchemes"] = schemes
+            header = {API_KEY_HEADER: {"type": "apiKey", "in": "header", "name": API_KEY_HEADER}}
+            schema["components"]["securitySchemes"] = schemes | header
             schema["security"] = security
+            schema["paths"][MESSAGES_PATH]["post"]["security"] = [*security, {API_KEY_HEADER: []}]
         elif self.state.server.config.metrics_key is not None:
             schema["components"]["securitySchemes"] = schemes
             schema["paths"][METRICS_PATH]["get"]["security"] = security
@@ -88,7 +103,8 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     app.state.server, app.state.bodies = state, state.bodies
     app.state.documents = state.documents  # opens the document store
     documents = documents_router(JsonRoute)
-    routers = [generation.router, scoring.router, decisions.router, systemone.router, documents]
+    generating = [generation.router, responses.router]
+    routers = [*generating, messages.router, scoring.router, decisions.router, systemone.router, documents]
     routers += [module.router for module in (tokens, status, page)]
     routers += [reports.router] if state.config.report_documents else []
     errors.install(app, RouteTable(routers).refusal)
@@ -97,7 +113,11 @@ def create_app(llm: AsyncLLM, config: ServerConfig | None = None) -> FastAPI:
     if cors := cors_options(state.config):
         app.add_middleware(CORSMiddleware, **cors)
     work = errors.error_responses(400, 404, 429, 503, 504)
-    app.include_router(generation.router, responses=_STREAM | work)
+    for router in generating:
+        app.include_router(router, responses=_STREAM | work)
+    statuses = (400, 401, 403, 404, 413, 429, 500, 503, 504)
+    described = errors.error_responses(*statuses, model=errors.MessagesErrorResponse)
+    app.include_router(messages.router, responses=_STREAM | described)
     for router in (scoring.router, decisions.router, systemone.router, documents):
         app.include_router(router, responses=work)
     app.include_router(tokens.router, responses=errors.error_responses(400, 404, 503))

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from chunkattn.web.bodies import SMALL_BODY
 from chunkattn.web.errors import ApiError
 from chunkattn.web.heads import Header
-from chunkattn.web.keys import Keys, Shares
+from chunkattn.web.keys import Keys, Shares, authorization_of
 from chunkattn.web.options import ServerConfig
 from chunkattn.web.paths import OPEN_PATHS
 
@@ -108,8 +108,7 @@ class ConnectionLimits:
         """
         if connection not in self.strangers or path.rstrip(b"/").decode("latin-1").endswith(OPEN_PATHS):
             return
-        authorization = dict(headers).get(b"authorization", b"").decode("latin-1")
-        if self.keys is None or not self.keys.needed or self.keys.holder(authorization) is not None:
+        if self.keys is None or not self.keys.needed or self.keys.holder(authorization_of(headers)) is not None:
             if self.known >= self.most:
                 self._note("connections over max_connections %d", self.most)
                 raise too_many()
@@ -159,7 +158,7 @@ class ConnectionLimits:
         length = sent.get(b"content-length", b"")
         if b"transfer-encoding" not in sent and (not length.isdigit() or int(length) <= SMALL_BODY):
             return None
-        holder = self.keys.holder(sent.get(b"authorization", b"").decode("latin-1"))
+        holder = self.keys.holder(authorization_of(sent.items()))
         return None if holder is None else holder.name
 
     def leave(self, connection: Connection) -> None:

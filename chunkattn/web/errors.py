@@ -27,6 +27,7 @@ from chunkattn.errors import (
     QueueFullError,
     RequestError,
 )
+from chunkattn.web.paths import MESSAGES_PATH
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,12 @@ _REQUEST_CODES = {
 }
 """Codes of errors in a request; a class comes before its base."""
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_MESSAGES_TYPES = _TYPES | {
+    403: "permission_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 _WHEN = {
     400: "The request is malformed, or can never fit.",
     401: "The API key is missing or wrong.",
@@ -57,7 +64,12 @@ UNKNOWN_FIELD = "unknown_field"
 """Type of pydantic's error for a name that the body has no field for; the context holds the name."""
 UNSUPPORTED_KIND = "unsupported_kind"
 """Type of pydantic's error for an object of a kind that the server does not read."""
-_INSTEAD = {"chat_template": ": a template is a program, and may run forever; start the server with --chat-template"}
+_STATELESS = ": the server stores no answers; send the whole conversation as input"
+_INSTEAD = {
+    "chat_template": ": a template is a program, and may run forever; start the server with --chat-template",
+    "conversation": _STATELESS,
+    "previous_response_id": _STATELESS,
+}
 """Advice for fields of other servers that this one has no field for."""
 _WORD = re.compile(r"\w+")
 _FIELD = re.compile(r"[a-z_][a-z0-9_]*|\d+")
@@ -74,9 +86,36 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Body of every error answer, in OpenAI's format."""
+    """Body of every error answer, in OpenAI's format; that of `/v1/messages` excepted."""
 
     error: ErrorDetail
+
+
+class MessagesErrorDetail(BaseModel):
+    """Description of one error, of Anthropic's types."""
+
+    message: Annotated[str, Field(description="Text for people.")]
+    type: Literal[
+        "invalid_request_error",
+        "authentication_error",
+        "permission_error",
+        "not_found_error",
+        "request_too_large",
+        "rate_limit_error",
+        "api_error",
+        "overloaded_error",
+        "timeout_error",
+    ]
+    param: Annotated[str | None, Field(description="Name of the request field at fault.")]
+    code: Annotated[str | None, Field(description="Identifier for programs.")]
+
+
+class MessagesErrorResponse(BaseModel):
+    """Body of an error answer of `/v1/messages`, in Anthropic's format, with `param` and `code` as OpenAI's has them."""
+
+    type: Literal["error"]
+    error: MessagesErrorDetail
+    request_id: Annotated[str, Field(description="Id of the request.")]
 
 
 class ApiError(Exception):
@@ -102,6 +141,21 @@ class ApiError(Exception):
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         param = None if self.param is None else _clean(self.param)
         return {"error": {"message": _clean(self.message), "type": kind, "param": param, "code": self.code}}
+
+
+def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
+    """Return the body of an error answer, in the format of the route's API.
+
+    Args:
+        error: the error.
+        path: path of the request, with or without the `root_path` of the server.
+        request_id: id of the request.
+    """
+    body = error.body
+    if not path.endswith(MESSAGES_PATH):
+        return body
+    kind = _MESSAGES_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": body["error"] | {"type": kind}, "request_id": request_id}
 
 
 def api_error(error: Exception, request_id: str) -> ApiError:
@@ -133,13 +187,14 @@ def api_error(error: Exception, request_id: str) -> ApiError:
     return ApiError(500, f"the request failed in the server; its id is {request_id}", code="internal_error")
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+def error_responses(*statuses: int, model: type[BaseModel] = ErrorResponse) -> dict[int | str, dict[str, Any]]:
     """Return the OpenAPI descriptions of error answers.
 
     Args:
         *statuses: HTTP statuses that a route can answer with.
+        model: body of the answers.
     """
-    return {status: {"model": ErrorResponse, "description": _WHEN[status]} for status in statuses}
+    return {status: {"model": model, "description": _WHEN[status]} for status in statuses}
 
 
 def renamed(error: ChunkAttnError | ApiError, names: Mapping[str, str]) -> ChunkAttnError | ApiError:
@@ -269,7 +324,8 @@ def install(app: FastAPI, refuse_route: Callable[[int, Scope], ApiError]) -> Non
         status = refusal.status
         if status == 400 and refusal.param is not None:  # a fault in a field
             status = getattr(request.scope.get("route"), "field_status", status)
-        return JSONResponse(refusal.body, status, refusal.headers)
+        body = error_body(refusal, request.scope["path"], request.state.request_id)
+        return JSONResponse(body, status, refusal.headers)
 
     for kind in (ApiError, ChunkAttnError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer)

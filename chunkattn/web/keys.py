@@ -7,7 +7,7 @@ import base64
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ from chunkattn.web.key_file import read_key_file
 logger = logging.getLogger(__name__)
 
 DEFAULT_NAME = "default"
+API_KEY_HEADER = "x-api-key"
+"""Header in which Anthropic's clients send their key."""
+Headers = Iterable[tuple[bytes, bytes]]
+"""Names in lower case, and values."""
 
 
 class KeyHolder(NamedTuple):
@@ -186,6 +190,26 @@ class KeyReloader:
             "api_key_file is read again: %d keys; %d are no longer valid, and %d documents of theirs are deleted",
             *(len(self._keys), len(removed), count),
         )
+
+
+def with_bearer(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """Return headers with the key of Anthropic's header as a bearer token; as they are if they hold an Authorization header.
+
+    Of several keys none is taken.
+
+    Args:
+        headers: headers of a request.
+    """
+    listed, name = [*headers], API_KEY_HEADER.encode()
+    keys = [value for key, value in listed if key == name]
+    if len(keys) != 1 or any(key == b"authorization" for key, _ in listed):
+        return listed
+    return [(key, value) for key, value in listed if key != name] + [(b"authorization", b"Bearer " + keys[0])]
+
+
+def authorization_of(headers: Headers) -> str:
+    """Return the Authorization header of a request, or that which `with_bearer` gives it; the empty text without a key."""
+    return dict(with_bearer(headers)).get(b"authorization", b"").decode("latin-1")
 
 
 def _given(authorization: str) -> bytes | None:

@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from chunkattn.addresses import is_host, is_loopback, names_this_machine
 from chunkattn.fair_shares import OWNER
 from chunkattn.request_record import RECORD, RequestRecord
-from chunkattn.web.errors import ApiError, api_error, too_large
+from chunkattn.web.errors import ApiError, api_error, error_body, too_large
 from chunkattn.web.http_state import HttpState
-from chunkattn.web.keys import Caller
-from chunkattn.web.paths import OPEN_PATHS
+from chunkattn.web.keys import API_KEY_HEADER, Caller, with_bearer
+from chunkattn.web.paths import MESSAGES_PATH, OPEN_PATHS
 from chunkattn.web.request_log import TIMING_HEADER, TOKENS_HEADER, fields_of, text_of, timing_header, tokens_header
 from chunkattn.web.tracing import RequestSpan
 
@@ -30,7 +30,7 @@ REPLICA_HEADER = "x-chunkattn-replica"
 """Header in which a gateway names the server that answered."""
 _TYPESAFE_PATHS = ("/v1/systemone", "/v1/models")
 """Routes of TypeSafe's clients, which read the request id from a header of their own."""
-_SINGLE = ("host", "authorization")
+_SINGLE = ("host", "authorization", API_KEY_HEADER)
 """Headers of which two would be read differently by two servers."""
 
 
@@ -51,8 +51,10 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, record, status, replica = Headers(scope=scope), RequestRecord(time.perf_counter()), 0, None
         _drop_last_slash(scope)
+        if scope["path"].endswith(MESSAGES_PATH):
+            scope["headers"] = with_bearer(scope["headers"])
+        headers, record, status, replica = Headers(scope=scope), RequestRecord(time.perf_counter()), 0, None
         span = RequestSpan(headers, scope["method"])
         client_id = headers.get("x-request-id", "")
         request_id = client_id if _REQUEST_ID.fullmatch(client_id) else secrets.token_hex(16)
@@ -89,6 +91,8 @@ class Gate:
                 if self.config.timing_headers and (summary := record.summary()) is not None:
                     answered[TIMING_HEADER] = timing_header(summary, time.perf_counter() - record.began)
                     answered[TOKENS_HEADER] = tokens_header(summary)
+                if scope["path"].endswith(MESSAGES_PATH):
+                    answered["Request-Id"] = request_id
                 if route_path(scope) in _TYPESAFE_PATHS:
                     answered["X-Typesafe-Request-Id"] = request_id
             await send(message)
@@ -96,7 +100,7 @@ class Gate:
         self.metrics.running += 1
         try:
             if refusal := self._refuse(scope, headers, holder is not None):
-                await JSONResponse(refusal.body, refusal.status, refusal.headers)(scope, receive, noted)
+                await _error(refusal, scope, request_id)(scope, receive, noted)
             elif (root := scope.get("root_path")) and scope["path"] == root:  # the page's links are relative to the slash
                 await Response(None, 307, {"Location": f"{root}/"})(scope, receive, noted)
             else:
@@ -104,7 +108,7 @@ class Gate:
         except Exception as error:
             answer = api_error(error, request_id)
             if not status:
-                await JSONResponse(answer.body, answer.status, answer.headers)(scope, receive, noted)
+                await _error(answer, scope, request_id)(scope, receive, noted)
         finally:
             caller.leave()
             self.metrics.running -= 1
@@ -162,6 +166,11 @@ class Gate:
         level = logging.DEBUG if (route_path(scope), status) == (REPORT_PATH, 200) else logging.INFO
         logger.log(level, text, fields, extra={"request": fields})
         span.end(fields, summary, record.model)
+
+
+def _error(error: ApiError, scope: Scope, request_id: str) -> JSONResponse:
+    """Return the answer to an error in the format of the route's API."""
+    return JSONResponse(error_body(error, scope["path"], request_id), error.status, error.headers)
 
 
 def _offers_websocket(headers: Headers) -> bool:

@@ -4,3 +4,5 @@ RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank", "/v1/reranking", "/rerank
 """Paths of the route that ranks documents. A path that ends like another one comes before it."""
 OPEN_PATHS = ("/health", "/livez", "/ping", "/readyz")
 """Routes open without a key, because health probes have no key."""
+RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
+"""Routes of OpenAI's Responses API and of Anthropic's Messages API."""

@@ -14,12 +14,13 @@ from chunkattn.remote.async_runner import snapshot
 from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.server.answers import Answer, Completion
 from chunkattn.server.chat_answer import Chat
+from chunkattn.server.forms import Form, FormOf, openai_form
 from chunkattn.server.json_answer import json_answer
 from chunkattn.server.state import ServerState, State
 from chunkattn.server.texts import Tail
 from chunkattn.web.bodies import JsonRoute
 from chunkattn.web.errors import ApiError, api_error
-from chunkattn.web.events import HEARTBEAT, EventStream, Timed, event_of, merged
+from chunkattn.web.events import HEARTBEAT, EventStream, Timed, merged
 from chunkattn.web.keys import Caller
 from chunkattn.web.time_limit import unless_gone
 
@@ -31,24 +32,44 @@ B = TypeVar("B", CompletionBody, ChatBody)
 @router.post("/v1/completions")
 async def completions(body: CompletionBody, request: Request, state: State) -> Response:
     """Continue prompts: text, token ids, lists of either, or one prompt in parts (`chunks`)."""
-    return await _answer(Completion, body, request, state)
+    return await answered(Completion, body, request, state)
 
 
 @router.post("/v1/chat/completions")
 async def chat_completions(body: ChatBody, request: Request, state: State) -> Response:
     """Answer a conversation, with `documents` as chunks if there are any."""
-    return await _answer(Chat, body, request, state)
+    return await answered(Chat, body, request, state)
 
 
-async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, request: Request, state: ServerState) -> Response:
+async def answered(
+    kind: Callable[[B, ServerState, Caller], Answer],
+    body: B,
+    request: Request,
+    state: ServerState,
+    form_of: FormOf = openai_form,
+) -> Response:
+    """Return the answer to a request for generated text, whole or as a stream.
+
+    Args:
+        kind: class of the request.
+        body: body of the request.
+        request: the request.
+        state: state of the server.
+        form_of: function from the request to the form of its answer.
+
+    Raises:
+        ApiError: the request cannot be served.
+        ChunkAttnError: as `AsyncLLM.stream`, under the names that the body has for the arguments.
+    """
     state.check(body, request.state.caller)
     try:
         answer = kind(body, state, request.state.caller)
         answer.check_size()
     except (ApiError, RequestError) as error:
         raise body.own_error(error) from None
+    form = form_of(answer)
     if not answer.options.stream:
-        return await unless_gone(request, _whole(answer))
+        return await unless_gone(request, _whole(answer, form))
     # Await the first output, or the first heartbeat, before the response: errors up to there still get an HTTP status.
     outputs = Timed(_outputs(answer), state.config.stream_heartbeat_s or None)
     try:
@@ -56,7 +77,7 @@ async def _answer(kind: Callable[[B, ServerState, Caller], Answer], body: B, req
     except BaseException:
         await outputs.aclose()
         raise
-    return EventStream(_events(answer, first, outputs, request.state.request_id), outputs)
+    return EventStream(_events(answer, form, first, outputs, request.state.request_id), outputs)
 
 
 async def _outputs(answer: Answer) -> AsyncGenerator[tuple[int, RequestOutput], None]:
@@ -68,14 +89,14 @@ async def _outputs(answer: Answer) -> AsyncGenerator[tuple[int, RequestOutput], 
         raise answer.options.own_error(error) from None
 
 
-async def _whole(answer: Answer) -> Response:
+async def _whole(answer: Answer, form: Form) -> Response:
     async with aclosing(_outputs(answer)) as outputs:
         last = {number: output async for number, output in outputs}
     ordered = [last[number] for number in sorted(last)]
 
     def build() -> dict[str, Any]:
         choices = (answer.choice(i, o, s) for number, o in enumerate(ordered) for i, s in answer.indexed(number, o))
-        return {**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)}
+        return form.whole({**answer.common(answer.object_name), "choices": choices, "usage": answer.usage(ordered)})
 
     tokens = sum(len(sample.token_ids) for output in ordered for sample in output.outputs)
     values = max(answer.answer_values, tokens * (1 + (answer.params.logprobs or 0)))
@@ -84,6 +105,7 @@ async def _whole(answer: Answer) -> Response:
 
 async def _events(
     answer: Answer,
+    form: Form,
     first: tuple[int, RequestOutput] | None,
     outputs: Timed[tuple[int, RequestOutput]],
     request_id: str,
@@ -96,7 +118,7 @@ async def _events(
         body = {**answer.common(answer.chunk_name), "choices": choices}
         if with_usage:
             body["usage"] = answer.usage([last[number] for number in sorted(last)])
-        return event_of(body)
+        return form.event(body)
 
     async def events(number: int, output: RequestOutput) -> Iterable[str]:
         if number not in last and answer.params.prompt_logprobs is not None:
@@ -128,5 +150,6 @@ async def _events(
         if stream_options is not None and stream_options.include_usage:
             yield event([], with_usage=True)
     except Exception as error:
-        yield event_of(api_error(error, request_id).body)
-    yield "data: [DONE]\n\n"
+        yield form.failure(api_error(error, request_id))
+    if form.end:
+        yield form.end

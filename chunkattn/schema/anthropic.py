@@ -1,0 +1,185 @@
+"""Request body of `/v1/messages`, in Anthropic's schema."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from chunkattn.config import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from chunkattn.schema.accepted import AN_OBJECT, NoEntries, ShallowObject, ShortText, no_effect, only
+from chunkattn.schema.base import FastList, Strict
+from chunkattn.schema.decide import Kinds
+from chunkattn.schema.generation import MAX_MESSAGES
+from chunkattn.schema.messages_chat import messages_chat
+from chunkattn.schema.rendered import ReasoningEffort
+from chunkattn.schema.responses import MAX_TOOLS
+from chunkattn.schema.translated import Translated
+from chunkattn.web.errors import UNSUPPORTED_KIND
+
+CacheControl = Annotated[ShallowObject, no_effect(AN_OBJECT, "caching is automatic")]
+
+
+# Content
+
+
+class TextBlock(Strict):
+    """Text of a message, of the system or of a tool's result."""
+
+    type: Literal["text"]
+    text: str
+    cache_control: CacheControl = None
+    citations: Annotated[NoEntries, no_effect("an empty list", "the chat template does not get it")] = None
+
+
+class ThinkingBlock(Strict):
+    """Thinking of the assistant."""
+
+    type: Literal["thinking"]
+    thinking: str
+    signature: Annotated[str | None, no_effect("a text", "thinking is sent as text")] = None
+
+
+class ToolUseBlock(Strict):
+    """Call of a tool by the assistant."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+    cache_control: CacheControl = None
+
+
+class ToolResultBlock(Strict):
+    """Result of a tool."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | FastList[Annotated[TextBlock, Kinds()]] | None = None
+    is_error: Annotated[bool | None, no_effect("true or false", "the content tells it")] = None
+    cache_control: CacheControl = None
+
+
+class UserTurn(Strict):
+    """Message of a user, with results of tools."""
+
+    role: Literal["user"]
+    content: str | FastList[Annotated[TextBlock | ToolResultBlock, Kinds()]]
+
+
+class AssistantTurn(Strict):
+    """Message of the assistant, with calls of tools."""
+
+    role: Literal["assistant"]
+    content: str | FastList[Annotated[TextBlock | ThinkingBlock | ToolUseBlock, Kinds()]]
+
+
+class SystemTurn(Strict):
+    """Message of the system within a conversation."""
+
+    role: Literal["system"]
+    content: str | FastList[Annotated[TextBlock, Kinds()]]
+
+
+# Options
+
+
+class Tool(Strict):
+    """Tool that the model may call."""
+
+    type: Literal["custom"] = "custom"
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    cache_control: CacheControl = None
+
+
+def _of_client(tool: Any) -> Any:
+    """Refuse a tool that Anthropic's server would run."""
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if isinstance(kind, str) and kind != "custom":
+        shown = repr(kind[:80].encode("utf-8", "replace").decode())
+        raise PydanticCustomError(UNSUPPORTED_KIND, "type {kind} is not supported by this server", {"kind": shown})
+    return tool
+
+
+class ToolChoice(Strict):
+    """Whether tools are called."""
+
+    type: Literal["auto", "any", "none"]
+    disable_parallel_tool_use: bool | None = None
+
+
+class NamedTool(Strict):
+    """Choice of one tool."""
+
+    type: Literal["tool"]
+    name: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Strict):
+    """Whether the model thinks first: `enable_thinking` of the chat template."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int | None, no_effect("an integer", "`max_tokens` bounds thinking and text together")] = None
+    display: Annotated[str, only("summarized"), no_effect('"summarized"', "thinking is returned whole")] = "summarized"
+
+
+class SchemaFormat(Strict):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Strict):
+    """Form of the answer."""
+
+    effort: ReasoningEffort | None = None
+    format: SchemaFormat | None = None
+
+
+class MessagesBody(Translated):
+    """Request body of `/v1/messages`."""
+
+    messages: Annotated[
+        FastList[Annotated[UserTurn | AssistantTurn | SystemTurn, Kinds()]],
+        Field(min_length=1, max_length=MAX_MESSAGES),
+    ]
+    """Turns of user and assistant; a last turn of the assistant is continued."""
+    max_tokens: int
+    """Number of tokens to generate at most, thinking included."""
+    system: str | FastList[Annotated[TextBlock, Kinds()]] | None = None
+    """Content of a system message before the turns."""
+    stop_sequences: (
+        Annotated[FastList[Annotated[str, Field(max_length=MAX_STOP_CHARS)]], Field(max_length=MAX_STOP_STRINGS)] | None
+    ) = None
+    """Another name of `stop`."""
+    tools: Annotated[FastList[Annotated[Tool, BeforeValidator(_of_client)]], Field(max_length=MAX_TOOLS)] | None = None
+    """Tools that the model may call, with an `input_schema` each."""
+    tool_choice: Annotated[ToolChoice | NamedTool, Kinds()] | None = None
+    """`{"type"}` with `auto`, `any`, `none`, or `tool` and its `name`; `disable_parallel_tool_use` for one call at most."""
+    thinking: Thinking | None = None
+    """`{"type"}` with `enabled` or `disabled`, the variable `enable_thinking` of the chat template, or `adaptive`."""
+    output_config: OutputConfig | None = None
+    """`{"effort"}`, the variable `reasoning_effort`, and `{"format": {"type": "json_schema", "schema"}}`."""
+    metadata: Annotated[ShallowObject, no_effect(AN_OBJECT, "nothing is stored")] = None
+    service_tier: Annotated[ShortText, no_effect("a text of up to 1024 characters", "there is one tier; see `priority`")] = None
+    cache_control: CacheControl = None
+
+    fields_of: ClassVar = {
+        "stop": ("stop_sequences", "stop"),
+        "response_format": ("output_config",),
+        "reasoning_effort": ("output_config",),
+        "parallel_tool_calls": ("tool_choice",),
+    }
+    translate = staticmethod(messages_chat)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.stop_sequences and self.stop:
+            raise ValueError("stop_sequences and stop name one argument; give one of them")
+        return self
