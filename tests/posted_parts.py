@@ -15,6 +15,7 @@ from chunkattn.schema.generation import ChatBody, CompletionBody, named_document
 from chunkattn.schema.parts import _UNSHARED, Parts, Prompt, Value, parts, route_of, state_message
 from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.schema.tokens import InspectBody, TokenizeBody
+from chunkattn.schema.translated import Translated
 from chunkattn.web import bodies
 
 
@@ -83,6 +84,8 @@ def _prompts(body):
             return _texts(body.prompt, body), []
         case TokenizeBody():
             return [Prompt(_template(body.variables, body), [m.plain() for m in body.messages])], []
+        case Translated():
+            return _prompts(body.chat)
         case ChatBody(documents=documents):
             messages, kind = [m.plain() for m in body.messages], _template(body.variables, body)
             if not documents:

@@ -172,9 +172,7 @@ class MessagesBody(Translated):
 
     fields_of: ClassVar = {
         "stop": ("stop_sequences", "stop"),
-        "response_format": ("output_config",),
         "reasoning_effort": ("output_config",),
-        "parallel_tool_calls": ("tool_choice",),
     }
     translate = staticmethod(messages_chat)
 

@@ -221,7 +221,7 @@ class ResponsesBody(Translated, SharedNoEffect):
     fields_of: ClassVar = {
         "messages": ("input",),
         "max_tokens": ("max_output_tokens",),
-        "logprobs": ("top_logprobs", "include"),
+        "top_logprobs": ("top_logprobs", "include"),
         "response_format": ("text",),
         "reasoning_effort": ("reasoning",),
     }

@@ -10,7 +10,7 @@ from pydantic import PrivateAttr, ValidationError, ValidatorFunctionWrapHandler,
 
 from chunkattn.schema.base import Sampled, TemplateOptions
 from chunkattn.schema.generation import ChatBody, WithDocuments
-from chunkattn.web.errors import api_error
+from chunkattn.web.errors import ApiError, api_error
 
 
 class Translated(Sampled, WithDocuments):
@@ -24,11 +24,11 @@ class Translated(Sampled, WithDocuments):
     _chat: ChatBody = PrivateAttr()
 
     @staticmethod
-    def translate(sent: Mapping[str, Any]) -> dict[str, Any]:
+    def translate(body: Mapping[str, Any]) -> dict[str, Any]:
         """Return the chat that answers a body.
 
         Args:
-            sent: valid body as it was sent.
+            body: valid body as it was sent.
         """
         raise NotImplementedError
 
@@ -42,6 +42,8 @@ class Translated(Sampled, WithDocuments):
             except ValidationError as error:
                 faults = [{**fault, "loc": ("body", *fault["loc"])} for fault in error.errors()]
                 raise body.own_error(api_error(RequestValidationError(faults), "")) from None
+            except ApiError as error:
+                raise body.own_error(error) from None
             body._chat.name_as(body.own_names())
         return body
 

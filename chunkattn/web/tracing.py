@@ -11,7 +11,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from chunkattn.request_record import RequestSummary
-from chunkattn.web.paths import RERANK_PATHS
+from chunkattn.web.paths import MESSAGES_PATH, RERANK_PATHS, RESPONSES_PATH
 
 try:
     from opentelemetry import propagate, trace
@@ -28,6 +28,8 @@ _EXPORTERS = {
 """Modules of OTLP's exporters by `OTEL_EXPORTER_OTLP_PROTOCOL`."""
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
+    RESPONSES_PATH: "chat",
+    MESSAGES_PATH: "chat",
     "/v1/completions": "text_completion",
     "/v1/score": "score",
     "/score": "score",

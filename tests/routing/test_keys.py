@@ -24,7 +24,7 @@ from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.schema.parts import ROUTES
 from chunkattn.schema.piece_keys import MAX_PIECES, Keys, keys_of
 from chunkattn.schema.scoring import RerankBody, ScoreBody
-from chunkattn.server.routes import decisions, generation, scoring, systemone, tokens
+from chunkattn.server.routes import decisions, generation, messages, responses, scoring, systemone, tokens
 from chunkattn.web.paths import RERANK_PATHS
 
 SEP = " # # "
@@ -348,10 +348,11 @@ HARD = st.one_of(
     st.builds(pow, st.just(10), st.just(5000)),
     st.floats(),
     st.text(st.characters(codec=None), max_size=4),
-    st.sampled_from(["user", "document_first", "text", "q", "\ud800"]),
+    st.sampled_from(["user", "assistant", "document_first", "text", "function_call", "tool_use", "q", "\ud800"]),
 )
 WORDS = """chunks documents prefix question prompt messages role content text title id query queries items item_first text_1
-input state questions system order rank_fields tool_calls packed_ids chat_template_kwargs cache_salt texts instruction name"""
+input state questions system order rank_fields tool_calls packed_ids chat_template_kwargs cache_salt texts instruction name
+type input_text instructions output call_id arguments function_call reasoning tools tool_choice thinking tool_use"""
 NAMES = st.sampled_from(WORDS.split())
 JSON = st.recursive(HARD, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4), max_leaves=12)
 
@@ -424,7 +425,7 @@ def test_an_effort_is_a_variable_of_the_template():
 def test_the_routes_of_the_server_are_known():
     """All paths of one route are read as one, and have a label at the gateway."""
     paths = {}
-    routers = [module.router for module in (decisions, generation, scoring, systemone, tokens)]
+    routers = [module.router for module in (decisions, generation, messages, responses, scoring, systemone, tokens)]
     for router in [*routers, documents_router(APIRoute)]:
         for route in router.routes:
             if "POST" in route.methods:

@@ -5,9 +5,12 @@ import re
 import pytest
 
 from chunkattn.errors import RequestError
+from chunkattn.schema.anthropic import MessagesBody
 from chunkattn.schema.base import Body
 from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.generation import ChatBody, CompletionBody
+from chunkattn.schema.responses import ResponsesBody
+from chunkattn.schema.responses_chat import LOGPROBS
 from chunkattn.schema.scoring import RerankBody, ScoreBody
 from chunkattn.schema.systemone import SystemOneBody
 from chunkattn.schema.tokens import InspectBody
@@ -18,8 +21,10 @@ pytest_plugins = ["tests.told_engine"]
 LONG = "Ana lives in Oslo. " * 2000
 USER = {"role": "user", "content": "Who?"}
 RANK = {"query": "Who?", "documents": ["Ana", "Ben"]}
+EFFORT = {"chat_template_kwargs": {"reasoning_effort": "high"}}
 QUESTIONS = [{"type": "predicate", "name": "late", "instructions": "Is it late?"}]
 PATHS = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions", ScoreBody: "/v1/score"}
+PATHS |= {ResponsesBody: "/v1/responses", MessagesBody: "/v1/messages"}
 PATHS |= {RerankBody: "/v1/rerank", DecisionsBody: "/v1/decisions", InspectBody: "/inspect"}
 # For each field under which a body has an argument: a body with a fault in that field.
 FAULTS = {
@@ -39,6 +44,20 @@ FAULTS = {
     },
     (CompletionBody, "structured_outputs", "structured_outputs"): {"prompt": "x", "structured_outputs": {"regex": "("}},
     (CompletionBody, "structured_outputs", "response_format"): {"prompt": "x", "response_format": {"type": "xml"}},
+    (ResponsesBody, "messages", "input"): {"input": LONG},
+    (ResponsesBody, "max_tokens", "max_output_tokens"): {"input": "Who?", "max_output_tokens": 0},
+    (ResponsesBody, "top_logprobs", "top_logprobs"): {"input": "Who?", "top_logprobs": 10**6},
+    (ResponsesBody, "top_logprobs", "include"): {"input": "Who?", "include": [LOGPROBS], "max_output_tokens": 10**7},
+    (ResponsesBody, "response_format", "text"): {"input": "Who?", "text": {"format": {"type": "json_object"}}},
+    (ResponsesBody, "reasoning_effort", "reasoning"): {"input": "Who?", "reasoning": {"effort": "low"}, **EFFORT},
+    (MessagesBody, "stop", "stop"): {"messages": [USER], "max_tokens": 2, "stop": [""]},
+    (MessagesBody, "stop", "stop_sequences"): {"messages": [USER], "max_tokens": 2, "stop_sequences": [""]},
+    (MessagesBody, "reasoning_effort", "output_config"): {
+        "messages": [USER],
+        "max_tokens": 2,
+        "output_config": {"effort": "low"},
+        **EFFORT,
+    },
     (ScoreBody, "items", "items"): {"query": "a", "items": [LONG], "labels": ["yes"]},
     (ScoreBody, "items", "packed_ids"): {"packed_ids": [1, 0, 2, 0], "label_token_ids": [1]},  # there is no delimiter
     (ScoreBody, "labels", "labels"): {"query": "a", "items": ["b"], "labels": ["more than one token"]},
@@ -70,6 +89,9 @@ MORE = [
 ]
 
 
+STREAMED = (ChatBody, CompletionBody, ResponsesBody, MessagesBody)
+
+
 def test_every_other_name_is_tested():
     """A new name of an argument comes into this table."""
 
@@ -87,7 +109,7 @@ def test_every_other_name_is_tested():
 
 @pytest.mark.parametrize(("cls", "argument", "name"), FAULTS)
 def test_errors_name_the_field_that_was_sent(post, cls, argument, name):
-    for stream in ({}, {"stream": True}) if cls in (ChatBody, CompletionBody) else ({},):
+    for stream in ({}, {"stream": True}) if cls in STREAMED else ({},):
         answer = post(PATHS[cls], FAULTS[cls, argument, name] | stream)
         assert answer.status_code == 400, answer.text
         error = answer.json()["error"]

@@ -13,7 +13,7 @@ from schemathesis.specs.openapi.checks import (
 
 from chunkattn.async_llm import AsyncLLM
 from chunkattn.server.app import create_app
-from chunkattn.web.errors import ErrorResponse
+from chunkattn.web.errors import ErrorResponse, MessagesErrorResponse
 from chunkattn.web.options import ServerConfig
 from chunkattn.web.paths import OPEN_PATHS
 from tests.patience import PATIENCE_S
@@ -39,6 +39,8 @@ EXAMPLES = settings(max_examples=50, database=None, suppress_health_check=[*Heal
 SOUND = {
     "/v1/completions": {"prompt": "Ana lives in", "max_tokens": 4},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 4},
+    "/v1/responses": {"input": "Where?", "max_output_tokens": 4},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 4},
     "/v1/score": {"query": "Who?", "items": ["Ana", "Ben"], "labels": ["yes"]},
     "/generative_scoring": {"query": [5, 6], "items": [[7], [8, 9]], "label_token_ids": [3]},
     "/v1/rerank": {"query": "Who?", "documents": ["Ana", "Ben"]},
@@ -109,9 +111,12 @@ def test_errors_are_described():
         assert ("422" in answers) == (path == "/v1/systemone")
         for status, answer in answers.items():
             if status >= "400" and (status, path) not in {("503", path) for path in OPEN_PATHS}:
-                assert answer["content"]["application/json"]["schema"]["$ref"].endswith("/ErrorResponse")
+                name = "MessagesErrorResponse" if path == "/v1/messages" else "ErrorResponse"
+                assert answer["content"]["application/json"]["schema"]["$ref"].endswith(f"/{name}")
     assert "application/json" not in found["get", "/metrics"]["responses"]["200"]["content"]
-    assert set(found["post", "/v1/completions"]["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+    for path in ("completions", "chat/completions", "responses", "messages"):
+        content = found["post", f"/v1/{path}"]["responses"]["200"]["content"]
+        assert set(content) == {"application/json", "text/event-stream"}
 
 
 @pytest.mark.parametrize(
@@ -124,6 +129,13 @@ def test_errors_are_described():
         (404, "get", "/v1/models/{name}", {}, {}),
         (413, "post", "/v1/completions", {"max_body_bytes": 3}, {"json": {"prompt": "x"}}),
         (503, "post", "/v1/chat/completions", {}, {"json": {"messages": [{"role": "user", "content": "x"}]}}),
+        (400, "post", "/v1/responses", {}, {"json": {"input": "x", "conversation": "c"}}),
+        (503, "post", "/v1/responses", {}, {"json": {"input": "x"}}),
+        (400, "post", "/v1/messages", {}, {"json": {"messages": [], "max_tokens": 1}}),
+        (401, "post", "/v1/messages", {"api_key": "secret"}, {"headers": {"X-Api-Key": "wrong"}}),
+        (403, "post", "/v1/messages", {}, {"headers": {"Host": "evil.example"}}),
+        (413, "post", "/v1/messages", {"max_body_bytes": 3}, {"json": {"messages": []}}),
+        (503, "post", "/v1/messages", {}, {"json": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}}),
     ],
 )
 def test_errors_look_as_described(status, method, path, config, request_options):
@@ -131,7 +143,8 @@ def test_errors_look_as_described(status, method, path, config, request_options)
     app = create_app(AsyncLLM(), ServerConfig(**config))
     answer = TestClient(app, base_url="http://localhost").request(method, path, **request_options)
     assert answer.status_code == status
-    ErrorResponse.model_validate_json(answer.content, strict=True, extra="forbid")
+    model = MessagesErrorResponse if path == "/v1/messages" else ErrorResponse
+    model.model_validate_json(answer.content, strict=True, extra="forbid")
     assert str(status) in operations(app)[method, path]["responses"]
 
 
@@ -145,9 +158,12 @@ def test_a_key_is_described_where_one_is_asked_for():
     open_to_all, locked = (create_app(AsyncLLM(), ServerConfig(api_key=key)).openapi() for key in (None, "secret"))
     assert "security" not in open_to_all
     assert locked["security"] == [{"bearer": []}, {"basic": []}]
-    assert {name: s["scheme"] for name, s in locked["components"]["securitySchemes"].items()} == {
+    schemes = locked["components"]["securitySchemes"]
+    assert {name: s.get("scheme", s["type"]) for name, s in schemes.items()} == {
         "bearer": "bearer",
         "basic": "basic",
+        "x-api-key": "apiKey",
     }
+    assert locked["paths"]["/v1/messages"]["post"]["security"] == [{name: []} for name in schemes]
     unlocked = [path for path, found in locked["paths"].items() if found.get("get", {}).get("security") == []]
     assert sorted(unlocked) == sorted(OPEN_PATHS)

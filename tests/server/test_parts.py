@@ -2,10 +2,12 @@
 
 import pytest
 
+from chunkattn.schema.anthropic import MessagesBody
 from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.documents import CacheBody, ForgetBody
 from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.schema.parts import ROUTES, Prompt, documents_of, parts
+from chunkattn.schema.responses import ResponsesBody
 from chunkattn.schema.scoring import GenerativeScoringBody, RerankBody, ScoreBody
 from chunkattn.schema.systemone import SystemOneBody
 from chunkattn.schema.tokens import InspectBody, TokenizeBody
@@ -15,6 +17,8 @@ from tests.posted_parts import difference, validated
 MODELS = {
     "/v1/completions": CompletionBody,
     "/v1/chat/completions": ChatBody,
+    "/v1/responses": ResponsesBody,
+    "/v1/messages": MessagesBody,
     "/v1/cache/documents": CacheBody,
     "/v1/cache/forget": ForgetBody,
     "/v1/score": ScoreBody,
@@ -61,6 +65,30 @@ ITEMS = [
     {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "out"}]},
 ]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "description": None, "strict": True}}
+SAID = [
+    {"role": "developer", "content": [{"type": "input_text", "text": t} for t in "ab"]},
+    {"type": "message", "role": "user", "content": "Who?", "id": None},
+    {"type": "reasoning", "id": "r", "summary": [], "content": [{"type": "reasoning_text", "text": t} for t in "Hm"]},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I ask.", "annotations": []}]},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "status": "completed"},
+    {"type": "function_call", "call_id": "2", "name": "g", "arguments": '{"a": 1}'},
+    {"type": "function_call_output", "call_id": "1", "output": "done"},
+    {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "out"}]},
+    {"role": "user", "content": [{"type": "input_text", "text": "And?"}]},
+]
+BLOCK = {"type": "text", "text": "Be kind.", "cache_control": {"type": "ephemeral"}}
+TURNS = [
+    {"role": "user", "content": "Who?"},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""},
+            {"type": "text", "text": "I ask."},
+            {"type": "tool_use", "id": "1", "name": "f", "input": {"a": "é"}},
+        ],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "1", "content": [BLOCK]}, BLOCK, BLOCK]},
+]
 SHOWN = {"chat_template_kwargs": {"enable_thinking": False, "tone": "dry"}, "cache_salt": "mine"}
 CHUNKED = [
     {"prompt": "Hello."},
@@ -98,6 +126,19 @@ BODIES = {
         {"messages": [USER], "documents": None},
         {"messages": [USER], "documents": ["a"], "tools": [TOOL], "tool_choice": "none"},
         {"messages": [USER], "tools": []},
+    ],
+    ResponsesBody: [
+        {"input": "Who?"},
+        {"input": SAID, "instructions": "Be brief.", **SHOWN},
+        {"input": SAID, "tools": [{"type": "function", **TOOL["function"]}], "tool_choice": "auto"},
+        {"input": SAID, "documents": LISTED, "reasoning": {"effort": "high"}, "instructions": None},
+        {"input": [{"role": "user", "content": "Who?"}], "documents": LISTED[:2], "stream": True, "text": None},
+    ],
+    MessagesBody: [
+        {"messages": TURNS, "max_tokens": 4, "system": "Be brief.", **SHOWN},
+        {"messages": TURNS, "max_tokens": 4, "tools": [{"name": "f", "input_schema": {"type": "object"}}]},
+        {"messages": TURNS[:1], "max_tokens": 4, "system": [BLOCK, BLOCK], "documents": LISTED},
+        {"messages": [*TURNS, TURNS[1]], "max_tokens": 4, "thinking": {"type": "disabled"}, "output_config": {"effort": "low"}},
     ],
     CacheBody: [body | {"pin": True} for body in DOCUMENTS],
     ForgetBody: DOCUMENTS,
