@@ -172,6 +172,7 @@ class MessagesBody(Translated):
 
     fields_of: ClassVar = {
         "stop": ("stop_sequences", "stop"),
+        "response_format": ("output_config",),
         "reasoning_effort": ("output_config",),
     }
     translate = staticmethod(messages_chat)

@@ -183,14 +183,6 @@ class Sampled(Body):
     """Report the cached tokens of every chunk in the usage."""
     structured_outputs: StructuredOutputs = None
     """Shape of the text: one of json, regex, choice, grammar and json_object."""
-    response_format: ResponseFormat = None
-    """Shape of the text as OpenAI names it: text, json_object or json_schema."""
-
-    @model_validator(mode="after")
-    def _check_shape(self) -> Sampling:
-        if self.structured_outputs is not None and self.response_format is not None:
-            raise ValueError("structured_outputs and response_format exclude each other; leave one of them out")
-        return self
 
 
 class Sampling(Sampled):
@@ -202,6 +194,14 @@ class Sampling(Sampled):
     stream_options: StreamOptions | None = None
     return_tokens_as_token_ids: bool = False
     """Name the tokens of log-probabilities `token_id:N` instead of by their texts."""
+    response_format: ResponseFormat = None
+    """Shape of the text as OpenAI names it: text, json_object or json_schema."""
+
+    @model_validator(mode="after")
+    def _check_shape(self) -> Sampling:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise ValueError("structured_outputs and response_format exclude each other; leave one of them out")
+        return self
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Sampling:

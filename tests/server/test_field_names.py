@@ -21,6 +21,7 @@ pytest_plugins = ["tests.told_engine"]
 LONG = "Ana lives in Oslo. " * 2000
 USER = {"role": "user", "content": "Who?"}
 RANK = {"query": "Who?", "documents": ["Ana", "Ben"]}
+SCHEMA = {"type": "json_schema", "schema": {"type": "no such type"}}
 EFFORT = {"chat_template_kwargs": {"reasoning_effort": "high"}}
 QUESTIONS = [{"type": "predicate", "name": "late", "instructions": "Is it late?"}]
 PATHS = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions", ScoreBody: "/v1/score"}
@@ -48,10 +49,15 @@ FAULTS = {
     (ResponsesBody, "max_tokens", "max_output_tokens"): {"input": "Who?", "max_output_tokens": 0},
     (ResponsesBody, "top_logprobs", "top_logprobs"): {"input": "Who?", "top_logprobs": 10**6},
     (ResponsesBody, "top_logprobs", "include"): {"input": "Who?", "include": [LOGPROBS], "max_output_tokens": 10**7},
-    (ResponsesBody, "response_format", "text"): {"input": "Who?", "text": {"format": {"type": "json_object"}}},
+    (ResponsesBody, "response_format", "text"): {"input": "Who?", "text": {"format": SCHEMA | {"name": "a"}}},
     (ResponsesBody, "reasoning_effort", "reasoning"): {"input": "Who?", "reasoning": {"effort": "low"}, **EFFORT},
     (MessagesBody, "stop", "stop"): {"messages": [USER], "max_tokens": 2, "stop": [""]},
     (MessagesBody, "stop", "stop_sequences"): {"messages": [USER], "max_tokens": 2, "stop_sequences": [""]},
+    (MessagesBody, "response_format", "output_config"): {
+        "messages": [USER],
+        "max_tokens": 2,
+        "output_config": {"format": SCHEMA},
+    },
     (MessagesBody, "reasoning_effort", "output_config"): {
         "messages": [USER],
         "max_tokens": 2,
