@@ -63,12 +63,23 @@ def routes() -> list[tuple[str, str, str]]:
     from fastapi.routing import APIRoute
 
     from chunkattn.documents.routes import documents_router
-    from chunkattn.server.routes import decisions, generation, page, reports, scoring, status, systemone, tokens
+    from chunkattn.server.routes import (
+        decisions,
+        generation,
+        messages,
+        page,
+        reports,
+        responses,
+        scoring,
+        status,
+        systemone,
+        tokens,
+    )
 
-    routers = [module.router for module in (generation, scoring, decisions, systemone)]
+    routers = [module.router for module in (generation, responses, messages, scoring, decisions, systemone)]
     routers += [documents_router(APIRoute), *(module.router for module in (reports, tokens, status, page))]
     found = [("GET", "/openapi.json", "This API as an OpenAPI document.")]
-    routers = [module.router for module in (generation, scoring, decisions, systemone)]
+    routers = [module.router for module in (generation, responses, messages, scoring, decisions, systemone)]
     routers += [documents_router(APIRoute), *(module.router for module in (reports, tokens, status, page))]
     for router in routers:
         for route in router.routes:
@@ -80,12 +91,14 @@ def routes() -> list[tuple[str, str, str]]:
 @cache
 def bodies() -> dict[str, Any]:
     """Return every request body by its name."""
-    from chunkattn.schema import decisions, documents, generation, scoring, systemone
+    from chunkattn.schema import anthropic, decisions, documents, generation, responses, scoring, systemone
     from chunkattn.server.routes import tokens
 
     listed = (
         generation.CompletionBody,
         generation.ChatBody,
+        responses.ResponsesBody,
+        anthropic.MessagesBody,
         scoring.ScoreBody,
         scoring.GenerativeScoringBody,
         scoring.RerankBody,
@@ -318,6 +331,8 @@ def _kind(schema: dict[str, Any]) -> str:
 
 _CALLS = {
     "ChatBody": "chat",
+    "ResponsesBody": "chat",
+    "MessagesBody": "chat",
     "ScoreBody": "score",
     "GenerativeScoringBody": "score",
     "RerankBody": "rerank",
@@ -352,6 +367,7 @@ def _body_fields(name: str) -> dict[str, tuple[str, str, str]]:
     return listed
 
 
+_GENERATING = ("CompletionBody", "ChatBody", "ResponsesBody", "MessagesBody")
 EVERY_BODY = ("model", "user")
 """Fields of every body, which its table leaves out."""
 
@@ -367,7 +383,7 @@ def _body_table(name: str) -> str:
         same = [other for other in earlier if _body_fields(other).get(field) == described]
         if field in EVERY_BODY:
             continue
-        if described[2] == sampling.get(field) and name in ("CompletionBody", "ChatBody") and field != "max_tokens":
+        if described[2] == sampling.get(field) and name in _GENERATING and field != "max_tokens":
             listed.add("[Sampling](options.md#sampling-parameters)", f"`{field}`")
         elif same:
             listed.add(f"As in [{_HEADINGS[same[0]]}](#{_HEADINGS[same[0]].lower()})", f"`{field}`")
@@ -382,14 +398,28 @@ _HEADINGS = {"CompletionBody": "Completions", "ChatBody": "Chat", "ScoreBody": "
 
 def _no_effect_table() -> str:
     """Fields that are accepted and have no effect, and the bodies and objects that take them."""
+    from chunkattn.schema import anthropic, responses
     from chunkattn.schema.decisions import FunctionCall, InputText
     from chunkattn.schema.generation import ContentPart, Message
 
     places = {
         "completions": bodies()["CompletionBody"],
         "chats": bodies()["ChatBody"],
+        "responses": bodies()["ResponsesBody"],
+        "messages API": bodies()["MessagesBody"],
         "messages": Message,
         "parts": ContentPart,
+        "items of a response's input": responses.SaidMessage,
+        "its reasoning items": responses.Reasoned,
+        "its texts of the assistant": responses.SaidText,
+        "`reasoning` of responses": responses.ReasoningOptions,
+        "`text` of responses": responses.TextOptions,
+        "`stream_options` of responses": responses.EventOptions,
+        "text blocks": anthropic.TextBlock,
+        "thinking blocks": anthropic.ThinkingBlock,
+        "tool results": anthropic.ToolResultBlock,
+        "tools of messages": anthropic.Tool,
+        "`thinking` of messages": anthropic.Thinking,
         "decisions": bodies()["DecisionsBody"],
         "parts of a decision's input": InputText,
         "calls in a decision's input": FunctionCall,

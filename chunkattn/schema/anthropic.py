@@ -106,7 +106,7 @@ def _of_client(tool: Any) -> Any:
 
 
 class ToolChoice(Strict):
-    """Whether tools are called."""
+    """Choice among the tools without a name."""
 
     type: Literal["auto", "any", "none"]
     disable_parallel_tool_use: bool | None = None
@@ -121,7 +121,7 @@ class NamedTool(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks first: `enable_thinking` of the chat template."""
+    """Thinking before the answer: `enable_thinking` of the chat template."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int | None, no_effect("an integer", "`max_tokens` bounds thinking and text together")] = None

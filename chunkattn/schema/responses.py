@@ -205,9 +205,9 @@ class ResponsesBody(Translated, SharedNoEffect):
     tools: Annotated[FastList[Annotated[FunctionTool, Kinds()]], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
     tool_choice: Literal["auto", "none", "required"] | Annotated[FunctionChoice, Kinds()] | None = None
-    """Whether functions are called: `auto`, `none`, `required`, or `{"type": "function", "name"}`."""
+    """Choice of functions: `auto`, `none`, `required`, or `{"type": "function", "name"}`."""
     parallel_tool_calls: bool | None = None
-    """Whether one answer may call several functions."""
+    """Allow several calls in one answer."""
     include: FastList[Includable] | None = None
     """`message.output_text.logprobs` returns log-probabilities; OpenAI's other values have no effect."""
     top_logprobs: int | None = None

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The HTTP API by curl: a completion, a chat over documents, scores, a ranking, a stream.
+# The HTTP API by curl: a completion, a chat over documents in three APIs, scores, a ranking, a stream.
 #
 # bash examples/server/curl.sh [http://127.0.0.1:8000]
 #
@@ -29,6 +29,15 @@ END
 ask /v1/chat/completions <<END
 {"messages": [{"role": "user", "content": "What is the job of Zenuso?"}],
  "documents": $documents, "max_completion_tokens": 8, "temperature": 0}
+END
+
+ask /v1/responses <<END
+{"input": "What is the job of Zenuso?", "documents": $documents, "max_output_tokens": 8, "temperature": 0}
+END
+
+ask /v1/messages <<END
+{"messages": [{"role": "user", "content": "What is the job of Zenuso?"}],
+ "documents": $documents, "max_tokens": 8, "temperature": 0}
 END
 
 ask /v1/score <<END

@@ -36,6 +36,34 @@ def test_openai(server, content, completion):
     assert "".join(event.choices[0].text for event in stream) == completion
 
 
+def test_openai_responses(server, content):
+    import openai
+
+    client = openai.OpenAI(base_url=server + "/v1", api_key="none", max_retries=0)
+    items = [MESSAGES[1]]
+    options = {"model": MODEL, "instructions": TEXTS[0], "temperature": 0, "max_output_tokens": 12}
+    assert client.responses.create(input=items, **options).output_text == content
+    with client.responses.stream(input=items, **options) as stream:
+        assert "".join(event.delta for event in stream if event.type == "response.output_text.delta") == content
+
+
+def test_anthropic(server, chat, content):
+    import anthropic
+
+    client = anthropic.Anthropic(base_url=server, api_key="none", max_retries=0)
+    options = {"model": MODEL, "system": TEXTS[0], "messages": [MESSAGES[1]], "max_tokens": 12}
+    options["extra_body"] = {"temperature": 0}
+    message = client.messages.create(**options)
+    assert message.content[0].text == content
+    usage = message.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == chat["usage"]["prompt_tokens"]
+    with client.messages.stream(**options) as stream:
+        assert "".join(stream.text_stream) == content
+        assert stream.get_final_message().usage.output_tokens == chat["usage"]["completion_tokens"]
+    with pytest.raises(anthropic.BadRequestError, match="max_tokens"):
+        client.messages.create(**options | {"max_tokens": 0})
+
+
 def test_langchain(server, chat, content):
     from langchain_openai import ChatOpenAI
 
