@@ -7,6 +7,7 @@ import pytest
 from chunkattn.gateway.stream_tail import StreamTail
 from chunkattn.schema.piece_keys import Keys, keys_of
 from chunkattn.web.errors import ApiError
+from chunkattn.web.keys import authorization_of, with_bearer
 from tests.gateway.rig import CHAT, Replica, answered_by, events, rig, run, until
 
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
@@ -80,6 +81,14 @@ def test_anthropic_s_key_is_a_bearer_token():
             assert len(a.calls) == 2
 
     run(case)
+
+
+def test_connections_know_the_holder_of_either_header():
+    bearer, own = (b"authorization", b"Bearer one"), (b"x-api-key", b"one")
+    for headers in ([bearer], [own], [bearer, (b"x-api-key", b"two")]):
+        assert authorization_of(headers) == "Bearer one"
+    assert authorization_of([own, own]) == authorization_of([]) == ""
+    assert with_bearer([(b"a", b"b"), own]) == [(b"a", b"b"), bearer]
 
 
 @pytest.mark.parametrize("path", [RESPONSES, MESSAGES])
