@@ -16,7 +16,7 @@ from chunkattn.parsers.markers import BEHIND_MARKER, marker_of
 from chunkattn.schema.citations import citations_in
 from chunkattn.schema.messages_chat import messages_chat
 from chunkattn.schema.responses_chat import responses_chat
-from chunkattn.web.paths import MESSAGES_PATH, RERANK_PATHS, RESPONSES_PATH
+from chunkattn.web.paths import RERANK_PATHS
 
 Object = Mapping[str, Any]
 
@@ -322,8 +322,8 @@ _PAIRS, _RERANK = Route(_score, named="text"), Route(_rerank, named="ranked")
 ROUTES: dict[str, Route] = {
     "/v1/completions": Route(_completion, _CHUNKS),
     "/v1/chat/completions": Route(_chat),
-    RESPONSES_PATH: Route(lambda body, separator: _chat(responses_chat(body), separator)),
-    MESSAGES_PATH: Route(lambda body, separator: _chat(messages_chat(body), separator)),
+    "/v1/responses": Route(lambda body, separator: _chat(responses_chat(body), separator)),
+    "/v1/messages": Route(lambda body, separator: _chat(messages_chat(body), separator)),
     "/v1/cache/documents": Route(_stored, named=None),
     "/v1/cache/forget": Route(_stored, named=None, is_cached=False),
     "/v1/score": _PAIRS,

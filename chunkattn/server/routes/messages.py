@@ -11,12 +11,11 @@ from chunkattn.server.message_form import MessageForm
 from chunkattn.server.routes.generation import answered
 from chunkattn.server.state import State
 from chunkattn.web.bodies import JsonRoute
-from chunkattn.web.paths import MESSAGES_PATH
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
 
-@router.post(MESSAGES_PATH)
+@router.post("/v1/messages")
 async def messages(body: MessagesBody, request: Request, state: State) -> Response:
     """Answer a conversation in the form of Anthropic's Messages API, with `documents` as in a chat."""
 

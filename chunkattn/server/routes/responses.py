@@ -11,12 +11,11 @@ from chunkattn.server.response_form import ResponseForm
 from chunkattn.server.routes.generation import answered
 from chunkattn.server.state import State
 from chunkattn.web.bodies import JsonRoute
-from chunkattn.web.paths import RESPONSES_PATH
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
 
-@router.post(RESPONSES_PATH)
+@router.post("/v1/responses")
 async def responses(body: ResponsesBody, request: Request, state: State) -> Response:
     """Answer a conversation in the form of OpenAI's Responses API, with `documents` as in a chat; nothing is stored."""
 
