@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from chunkattn.config import MAX_STOP_CHARS, MAX_STOP_STRINGS
+from chunkattn.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS
 from chunkattn.schema.accepted import AN_OBJECT, NoEntries, ShallowObject, ShortText, no_effect, only
 from chunkattn.schema.base import FastList, Strict
 from chunkattn.schema.decide import Kinds
