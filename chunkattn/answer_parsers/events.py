@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Content:
-    """Text of the answer."""
+    """Text of the answer.
+
+    Attributes:
+        text: the text.
+        begin: characters of the sample's text before it.
+    """
 
     text: str
+    begin: int
 
 
 @dataclass(frozen=True)
@@ -51,14 +58,17 @@ Event = Content | Reasoning | CallBegun | Arguments
 class Sink:
     """Collector of events. White space beside calls and behind reasoning is no content.
 
+    Args:
+        place: function that returns the number of characters before the text that is added.
+
     Attributes:
         calls: number of calls that have begun.
     """
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, place: Callable[[], int]) -> None:
+        self.calls, self._place = 0, place
         self._events: list[Event] = []
-        self._space = ""
+        self._space, self._space_begin = "", 0
         self._drops_space = False
 
     def take(self) -> list[Event]:
@@ -68,16 +78,19 @@ class Sink:
 
     def content(self, text: str) -> None:
         """Add text of the answer."""
+        begin = self._place()
         if self._drops_space:
+            begin += len(text) - len(text.lstrip())
             text = text.lstrip()
         if not text:
             return
         self._drops_space = False
-        text = self._space + text
+        if self._space:
+            text, begin = self._space + text, self._space_begin
         shown = text.rstrip()
-        self._space = text[len(shown) :]
+        self._space, self._space_begin = text[len(shown) :], begin + len(shown)
         if shown:
-            self._events.append(Content(shown))
+            self._events.append(Content(shown, begin))
 
     def reasoning(self, text: str) -> None:
         """Add text of the reasoning, which drops the white space before the answer."""
@@ -99,5 +112,5 @@ class Sink:
     def finish(self) -> None:
         """Add the white space at the end of the content."""
         if self._space:
-            self._events.append(Content(self._space))
+            self._events.append(Content(self._space, self._space_begin))
             self._space = ""

@@ -70,7 +70,8 @@ class AnswerReader:
         *,
         is_open: bool = False,
     ) -> None:
-        self._source, self._sink = Source(), Sink()
+        self._source = Source()
+        self._sink = Sink(lambda: self._source.place)
         self._is_parallel = tools is None or tools.parallel
         self._flow: Wait[None] | None = self._read(tool_parser, tools, reasoning_parser, is_open)
 

@@ -27,19 +27,30 @@ class Source:
 
     def __init__(self) -> None:
         self._text, self._at, self._is_marked = "", 0, False
+        self._dropped = 0  # characters before `_text`
         self.ended = False
 
     def feed(self, text: str) -> None:
         """Add text to the end, and forget what has been read, unless a mark holds it."""
         if not self._is_marked:
-            self._text, self._at = self._text[self._at :], 0
+            self._drop()
         self._text += text
 
     # Places
 
+    @property
+    def place(self) -> int:
+        """Return the number of characters before the next one."""
+        return self._dropped + self._at
+
+    def _drop(self) -> None:
+        """Forget what has been read."""
+        self._text, self._at, self._dropped = self._text[self._at :], 0, self.place
+
     def mark(self) -> None:
         """Mark the place, for `rewind`. The text behind it is kept until `rewind` or `release`."""
-        self._text, self._at, self._is_marked = self._text[self._at :], 0, True
+        self._drop()
+        self._is_marked = True
 
     def rewind(self) -> None:
         """Return to the mark, and drop it."""

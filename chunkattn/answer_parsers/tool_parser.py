@@ -57,8 +57,8 @@ class ToolParser(ABC):
             source.mark()
             if not (yield from self.read_calls(source, sink, tools)):
                 source.rewind()
-                yield from source.took(found)
                 sink.content(found)
+                yield from source.took(found)
             source.release()
 
     def grammar(self, tools: Tools, token_id: TokenId, before: Callable[[Grammar], str] | None = None) -> str:

@@ -300,7 +300,8 @@ class Completion(Answer):
                 ids, entries = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *entries]
             token_logprobs = self._logprobs(ids, entries, offsets)
         before = self._prompt_text(output) if self.body.echo else ""
-        return self.entry(index, {"text": before + text, **cited_fields(sample, len(before))}, token_logprobs, sample, output)
+        fields = {"text": before + text, **cited_fields(sample, lambda _: len(before))}
+        return self.entry(index, fields, token_logprobs, sample, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return a choice with the prompt under `echo`, or None."""
@@ -320,7 +321,7 @@ class Completion(Answer):
             tail.offsets = tail.offsets or self._offsets(output, 0)
             token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
         shift = len(self._prompt_text(output)) if self.body.echo and new.citations else 0
-        return self.entry(index, {"text": new.text, **cited_fields(new, shift)}, token_logprobs, new)
+        return self.entry(index, {"text": new.text, **cited_fields(new, lambda _: shift)}, token_logprobs, new)
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt

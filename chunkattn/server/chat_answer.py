@@ -16,7 +16,7 @@ from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.schema.generation import ChatBody
 from chunkattn.server.answers import Answer
-from chunkattn.server.citations import cited_fields
+from chunkattn.server.citations import ContentPlaces, cited_fields
 from chunkattn.server.state import ServerState
 from chunkattn.server.texts import Tail, chat_logprobs
 from chunkattn.structured_outputs import StructuredOutputsParams
@@ -40,7 +40,7 @@ class Chat(Answer):
         if self._tools is not None and self._tools.mode != "none" and self._calls is None:
             text = "the chat template of this model has no known form of calls; start the server with --tool-call-parser"
             raise ApiError(400, text, param="tools", code="unsupported_parameter")
-        self._readers: dict[int, AnswerReader] = {}
+        self._readers: dict[int, tuple[AnswerReader, ContentPlaces]] = {}
         self._ids: dict[tuple[int, int], str] = {}
         self._is_open = False
         num_top = (body.top_logprobs or 0) if body.logprobs else None
@@ -104,11 +104,13 @@ class Chat(Answer):
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""
         token_logprobs = None if sample.logprobs is None else self._logprobs(sample.token_ids, sample.logprobs)
-        read = Message()
-        read.add(self._reader().feed(sample.text, last=True))
+        reader, places = self._reader()
+        read, events = Message(), reader.feed(sample.text, last=True)
+        read.add(events)
+        places.add(events)
         content = self.body.echoed + read.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= cited_fields(sample, len(self.body.echoed))
+        message |= cited_fields(sample, places.shift)
         if read.reasoning is not None and self.body.include_reasoning:
             message["reasoning_content"] = read.reasoning
         if read.calls:
@@ -126,10 +128,13 @@ class Chat(Answer):
     def delta(self, index: int, new: CompletionOutput, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
         """Return a choice with what a sample has gained, or None for text that may begin a call."""
         token_logprobs = None if new.logprobs is None else self._logprobs(new.token_ids, new.logprobs)
-        if (reader := self._readers.get(index)) is None:
-            reader = self._readers[index] = self._reader()
+        if index not in self._readers:
+            self._readers[index] = self._reader()
+        reader, places = self._readers[index]
         events = reader.feed(new.text, last=new.finish_reason is not None)
-        delta = self._delta(index, events) | (cited_fields(new, len(self.body.echoed)) if new.citations else {})
+        places.add(events)
+        cited = cited_fields(new, places.shift)
+        delta = self._delta(index, events) | (cited if cited.get("citations") else {})
         if token_logprobs and not delta:
             delta = {"content": ""}
         if not delta and new.finish_reason is None:
@@ -154,8 +159,9 @@ class Chat(Answer):
         shown = {"reasoning_content": reasoning if self.body.include_reasoning else "", "content": content}
         return {name: text for name, text in shown.items() if text} | ({"tool_calls": [*calls.values()]} if calls else {})
 
-    def _reader(self) -> AnswerReader:
-        return AnswerReader(self._calls, self._tools, self._reasoning, is_open=self._is_open)
+    def _reader(self) -> tuple[AnswerReader, ContentPlaces]:
+        reader = AnswerReader(self._calls, self._tools, self._reasoning, is_open=self._is_open)
+        return reader, ContentPlaces(len(self.body.echoed))
 
     def _new_id(self) -> str:
         return "" if self._calls is None else self._calls.new_id()

@@ -1,10 +1,17 @@
 """The field `citations` of completions, chats and stored documents, in whole answers and streams."""
 
+import random
+
 import openai
 import pytest
 from cohere.types import Citation as CohereCitation
 
 from chunkattn import Document, DocumentPrompt, SamplingParams
+from chunkattn.answer_parsers.families import find_tool_parser
+from chunkattn.answer_parsers.reader import AnswerReader, Message
+from chunkattn.answer_parsers.reasoning import find_reasoning_parser
+from chunkattn.answer_parsers.tools import Tool, Tools
+from chunkattn.server.citations import ContentPlaces
 
 COMPLETION, CHAT, STORED = "/v1/completions", "/v1/chat/completions", "/v1/cache/documents"
 MODEL = "chunkattn-demo"
@@ -154,3 +161,32 @@ def test_refusals(http, path, fields, reason):
     answer = http.post(path, json={**({"messages": [USER]} if path == CHAT else {}), **fields})
     assert answer.status_code == 400
     assert reason in answer.json()["error"]["message"]
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"at": "Ana"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_are_those_of_the_content(seed):
+    """Reasoning, calls, and what looks like a call stand before and between the sentences."""
+    rng = random.Random(seed)
+    text = rng.choice(["", " <think>\nCleo sings.\n</think>\n\n"])
+    words = ["Ana", "Ben", "Dora", "Emil"]
+    for word in words:
+        text += rng.choice(["", "  ", "\n", CALL, f" {CALL}\n", "<tool_call>no call, "]) + f"{word} lives here."
+    tools = Tools((Tool("look", {"type": "object", "properties": {}}),))
+    reader = AnswerReader(find_tool_parser("hermes", ""), tools, find_reasoning_parser("qwen3", ""))
+    places, message, rest = ContentPlaces(7), Message(), text
+    while True:
+        size = rng.randint(1, 30)
+        piece, rest = rest[:size], rest[size:]
+        events = reader.feed(piece, last=not rest)
+        places.add(events)
+        message.add(events)
+        if not rest:
+            break
+    for word in words:
+        place = text.rindex(f"{word} lives")
+        assert places.shift(place) == 7 + message.content.index(f"{word} lives") - place
+    if "Cleo" in text:
+        assert places.shift(text.index("Cleo")) is None
