@@ -69,6 +69,12 @@ class Grammar:
             return self.rule(f"{ANY_TEXT} {self.marker(marker)}")
         return self.rule(self.terminal(f"{ANY_TEXT} {quoted(marker)}"), "lazy")
 
+    def nested(self, grammar: str) -> str:
+        """Add a rule of what another grammar describes, and return its name."""
+        name = self.forward()
+        self.define(name, f"%lark {{\n{grammar}\n}}")
+        return name
+
     def forward(self) -> str:
         """Return the name of a rule whose body `define` adds later, since it refers to itself."""
         name = f"f{len(self._names)}"

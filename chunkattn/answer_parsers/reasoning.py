@@ -66,9 +66,7 @@ class ReasoningParser:
             token_id: function from a text to the id of its special token, or None.
         """
         grammar = Grammar(token_id)
-        answer = grammar.forward()
-        grammar.define(answer, f"%lark {{\n{shape}\n}}")
-        return grammar.text(f"{self.before(grammar, is_open=True)} {answer}")
+        return grammar.text(f"{self.before(grammar, is_open=True)} {grammar.nested(shape)}")
 
 
 class _Trimmed:

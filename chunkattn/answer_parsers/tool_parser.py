@@ -12,7 +12,7 @@ from chunkattn.answer_parsers.events import Sink
 from chunkattn.answer_parsers.grammar import ANY_TEXT, Grammar, TokenId, either, quoted
 from chunkattn.answer_parsers.source import Source, Wait
 from chunkattn.answer_parsers.tools import Tool, Tools
-from chunkattn.errors import ConfigError
+from chunkattn.errors import ConfigError, RequestError
 
 P = TypeVar("P", bound="ToolParser")
 
@@ -61,24 +61,38 @@ class ToolParser(ABC):
                 yield from source.took(found)
             source.release()
 
-    def grammar(self, tools: Tools, token_id: TokenId, before: Callable[[Grammar], str] | None = None) -> str:
+    def grammar(
+        self,
+        tools: Tools,
+        token_id: TokenId,
+        before: Callable[[Grammar], str] | None = None,
+        shape: str | None = None,
+    ) -> str:
         """Return the grammar of answers that make the calls they must make, and that hold all calls to their schemas.
 
         Args:
             tools: tools of the request.
             token_id: function from a text to the id of its special token, or None.
             before: function that returns the expression of what stands before the answer, such as reasoning.
+            shape: grammar of an answer without calls; None for any text, which calls may follow.
 
         Raises:
-            RequestError: as `calls`.
+            RequestError: as `calls`, or the form has no opening that tells calls from a shape.
         """
         grammar = Grammar(token_id)
         start = [] if before is None else [before(grammar)]
         calls = self.calls(grammar, tools)
+        opening = [grammar.marker(self.openings[0])] if self.openings else []
         if tools.mode == "required":
-            opening = [grammar.marker(self.openings[0])] if self.openings else []
-            return grammar.text(" ".join([*start, *opening, calls]))
-        return grammar.text(" ".join([*start, self.maybe(grammar, calls)]))
+            answer = " ".join([*opening, calls])
+        elif shape is not None:
+            if not opening:
+                text = "this model's calls begin like JSON, so an answer has either a shape or tools that it may call"
+                raise RequestError(f"{text}; set tool_choice to required or none", param="tool_choice")
+            answer = f"({grammar.rule(' '.join([*opening, calls]))} | {grammar.nested(shape)})"
+        else:
+            answer = self.maybe(grammar, calls)
+        return grammar.text(" ".join([*start, answer]))
 
     def maybe(self, grammar: Grammar, calls: str) -> str:
         """Return the expression of a text that may end with calls."""

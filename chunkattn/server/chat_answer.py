@@ -49,9 +49,6 @@ class Chat(Answer):
         )
         if state.shows_markers(self._calls, self._reasoning):
             self.params = replace(self.params, skip_special_tokens=False)
-        if self._tools is not None and self._tools.is_enforced and self.params.structured_outputs is not None:
-            text = "tool_choice required, a named tool and strict tools have a form of their own; leave the other one out"
-            raise ApiError(400, text, param="response_format", code="invalid_value")
 
     @property
     def prompt_size(self) -> int:
@@ -77,9 +74,9 @@ class Chat(Answer):
         return job
 
     def _hold_to_form(self, prompt: ParsedPrompt) -> None:
-        """Note whether the answer begins inside the reasoning, and set the grammar of the calls that it must make.
+        """Note whether the answer begins inside the reasoning, and set the grammar of its calls.
 
-        The shape that the request asks for holds behind the reasoning.
+        The shape that the request asks for holds behind the reasoning, and for answers without calls.
 
         Raises:
             RequestError: a schema cannot be enforced.
@@ -88,13 +85,15 @@ class Chat(Answer):
         if reasoning is not None and texts.tokenizer is not None:
             is_open = reasoning.is_open(texts.whole(prompt.layout.token_ids[-_TAIL_TOKENS:].tolist()))
         self._is_open = is_open
-        if reasoning is not None and is_open and (asked := self.params.structured_outputs) is not None:
-            shape = StructuredOutputsParams(grammar=reasoning.before_shape(grammar_of(asked), texts.special_id))
-            self.params = replace(self.params, structured_outputs=shape)
-        if self._calls is None or self._tools is None or not self._tools.is_enforced:
+        asked = self.params.structured_outputs
+        if self._calls is None or self._tools is None or not (self._tools.is_enforced or asked is not None):
+            if reasoning is not None and is_open and asked is not None:
+                shape = StructuredOutputsParams(grammar=reasoning.before_shape(grammar_of(asked), texts.special_id))
+                self.params = replace(self.params, structured_outputs=shape)
             return
         before = None if reasoning is None else partial(reasoning.before, is_open=is_open)
-        grammar = self._calls.grammar(self._tools, texts.special_id, before)
+        form = None if asked is None else grammar_of(asked)
+        grammar = self._calls.grammar(self._tools, texts.special_id, before, form)
         try:
             shape = StructuredOutputsParams(grammar=grammar)
         except RequestError as error:

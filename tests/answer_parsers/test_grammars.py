@@ -189,6 +189,22 @@ def test_answers_have_their_shape_behind_open_reasoning(tokenizer, grammars, fie
     assert not accepts(grammars, grammar, tokenizer, f"Well.\n</think>\n\nWell. {answer}")
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_answers_are_calls_or_have_their_shape(form, tokenizer, grammars):
+    tools, shape = Tools(FUNCTIONS), grammar_of_shape(StructuredOutputsParams(json=SHAPES[0][0]["json"]))
+    if form == "llama3_json":
+        with pytest.raises(RequestError, match="set tool_choice to required or none"):
+            grammar_of(form, tools, tokenizer, shape=shape)
+        return
+    grammar = grammar_of(form, tools, tokenizer, shape=shape)
+    for arguments, is_valid in (({"city": "Rome", "tags": []}, True), ({"city": "Rome", "tags": 5}, False)):
+        call = written(form, [{"name": "get_weather", "arguments": arguments}])
+        assert accepts(grammars, grammar, tokenizer, call) is is_valid
+    assert accepts(grammars, grammar, tokenizer, SHAPES[0][1])
+    assert not accepts(grammars, grammar, tokenizer, '{"a": "b"}')
+    assert not accepts(grammars, grammar, tokenizer, "Hello.")
+
+
 @pytest.mark.parametrize("keyword", ["allOf", "anyOf", "patternProperties"])
 def test_objects_that_no_tags_can_write_are_refused(keyword):
     tools = Tools((Tool("f", {"type": "object", keyword: {}}),), "required")

@@ -13,6 +13,7 @@ from tests.patience import PATIENCE_S
 HERE = Path(__file__).parent
 NODE_FOLDER = Path(os.environ.get("CLIENTS_ENV", ".cache/clients-env")).absolute() / "node"
 MODEL = "chunkattn-demo"
+CITIES = ("Oslo", "Rome")
 MESSAGES = [
     {"role": "system", "content": "Read the notes."},
     {"role": "user", "content": "Ana lives in Oslo. Where does Ana live?"},
@@ -40,12 +41,26 @@ def ranking(answer):
     return [[result["index"], pytest.approx(result["relevance_score"])] for result in answer["results"]]
 
 
+def run_node(script, **asked):
+    """Run a script of `node/` and return its JSON."""
+    copied = NODE_FOLDER / script
+    shutil.copy(HERE / "node" / script, copied)  # modules are looked for beside the script
+    return json.loads(run("node", str(copied), json.dumps(asked)))
+
+
 @pytest.fixture
 def node(base):
-    script = NODE_FOLDER / "ask.mjs"
-    shutil.copy(HERE / "node" / "ask.mjs", script)  # modules are looked for beside the script
-    asked = {"url": base, "model": MODEL, "messages": MESSAGES, "prompt": PROMPT, "query": QUERY, "documents": DOCUMENTS}
-    return json.loads(run("node", str(script), json.dumps(asked)))
+    return run_node("ask.mjs", url=base, model=MODEL, messages=MESSAGES, prompt=PROMPT, query=QUERY, documents=DOCUMENTS)
+
+
+def test_shapes_and_tools_of_the_ai_sdk(base):
+    """Through chats, and through `/v1/responses`, the default of its provider for OpenAI."""
+    for told in run_node("shapes.mjs", url=base, model=MODEL, prompt=MESSAGES[1]["content"]).values():
+        assert told["object"] == told["streamed"]
+        assert told["object"]["city"] in CITIES
+        ((name, asked),) = told["calls"]
+        assert (name, told["results"]) == ("look", [f"{asked['city']}."])
+        assert asked["city"] in CITIES
 
 
 def test_node(node, post):

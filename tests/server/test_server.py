@@ -321,7 +321,6 @@ BAD = [
     (COMPLETION, {"prompt": "x", "tools": []}, "tools", "unsupported_parameter"),
     (COMPLETION, {"prompt": "x", "best_of": 2}, "best_of", "unsupported_parameter"),
     (COMPLETION, {"prompt": "x", "suffix": "y"}, "suffix", "unsupported_parameter"),
-    (CHAT, {"messages": [{"role": "user", "content": "x"}], "tool_choice": "auto"}, "tool_choice", "unsupported_parameter"),
     (
         CHAT,
         {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "xml"}},
@@ -568,7 +567,7 @@ def test_documented_calls(server, page):
     for call in calls:
         command = call.replace("localhost:8000", server.url)
         done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True, timeout=PATIENCE_S)
-        assert "error" not in json.loads(done.stdout), done.stdout
+        assert json.loads(done.stdout).get("error") is None, done.stdout
 
 
 @pytest.mark.parametrize("generation", ["chunks", "prompt", "chat"])

@@ -322,9 +322,15 @@ def test_shapes_hold_behind_the_reasoning(post, says, writer, thinking):
     assert "</think>" in shape(writer).grammar
     answered(post, **asked, chat_template_kwargs={"enable_thinking": False})
     assert shape(writer).json_object
-    both: dict = {"response_format": {"type": "json_object"}, "tool_choice": "required"}
-    error = post(CHAT, body_of(**both)).json()["error"]
-    assert error["param"] in ("response_format", "tools")
+
+
+def test_shapes_hold_for_answers_without_calls(post, says, writer):
+    says("{}")
+    for choice, has_shape, has_calls in (("auto", True, True), ("required", False, True), ("none", True, False)):
+        answered(post, response_format={"type": "json_object"}, tool_choice=choice)
+        found = shape(writer)
+        assert ("%lark" in (found.grammar or "") or found.json_object) is has_shape
+        assert ("<tool_call>" in (found.grammar or "")) is has_calls
 
 
 def test_templates_turn_reasoning_off(post, says, thinking):
