@@ -4,24 +4,23 @@
 
 The demo model has never seen a marker. Required citations make it write one, which says nothing about the choice of the
 document: compare `first right` with `blind`. Without the pattern the prompt ends in the beginning of a marker, which the model
-completes freely. Every answer is asked again with the documents in another order. The
-command fails if an answer names a document that was not given, if fewer than four of five hold a citation, or if the order
-changes more than indices.
+completes freely. Every answer is asked again with the documents in another order. The command fails if an answer names a
+document that was not given, if fewer than four of five hold a citation, or if the order changes more than indices.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import re
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from chunkattn import LLM, Document, DocumentPrompt, SamplingParams
 from chunkattn.outputs import CompletionOutput
 from chunkattn.parsers.markers import CLOSE, OPEN, marker_of
+from chunkattn.terminal.files import write_json
+from chunkattn.terminal.progress import timed
 from training.world import PREFIX, World
 
 _MARKER = re.compile(rf"{re.escape(OPEN)}[^\[\]]*{re.escape(CLOSE)}")
@@ -68,12 +67,18 @@ def measure(answers: int, documents: int, within: int, max_tokens: int, seed: in
         DocumentPrompt(PREFIX, [listed[n] for n in order], question.text)
         for listed, order, question in zip(lists, orders, asked, strict=True)
     ]
-    outputs, again = ([o.outputs[0] for o in llm.generate(p, sampling, citations=how)] for p in (prompts, turned))
+    found = []
+    for told, asked_now in (("answers", prompts), ("answers with the documents in another order", turned)):
+        with timed(told):
+            found.append([output.outputs[0] for output in llm.generate(asked_now, sampling, citations=how)])
+    outputs, again = found
     begun = [f"{q.text} {q.answer} {OPEN}" for q in asked]
-    free = llm.generate(
-        [DocumentPrompt(PREFIX, [f"{marker_of(d)}\n{d.content}" for d in listed], text) for listed, text in zip(lists, begun)],
-        sampling,
-    )
+    shown = [
+        DocumentPrompt(PREFIX, [f"{marker_of(d)}\n{d.content}" for d in listed], text)
+        for listed, text in zip(lists, begun, strict=True)
+    ]
+    with timed("answers without the pattern"):
+        free = llm.generate(shown, sampling)
     cited = foreign = free_foreign = right = moved = 0
     for n, (listed, output, other) in enumerate(zip(lists, outputs, again, strict=True)):
         markers = {marker_of(document) for document in listed}
@@ -104,12 +109,7 @@ def main() -> None:
     parser.add_argument("--json", help="file for the counts, or - for the output")
     args = parser.parse_args()
     result = measure(args.answers, args.documents, args.within, args.max_tokens, args.seed)
-    text = json.dumps(asdict(result), indent=2)
-    if args.json not in (None, "-"):
-        Path(args.json).write_text(text + "\n", encoding="utf-8")
-    if args.json == "-":
-        print(text)
-    else:
+    if write_json([asdict(result)], args.json):
         for name, value in asdict(result).items():
             print(f"{name.replace('_', ' '):<13} {value:g}")
     sys.exit(result.foreign > 0 or result.moved > 0 or result.cited < _SHARE * result.answers)
