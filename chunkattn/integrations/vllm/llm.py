@@ -366,7 +366,7 @@ def _output(prompt: ParsedPrompt, answer: AnsweredTask) -> RequestOutput:
 
 def _completion(completion: Any) -> CompletionOutput:
     """Return a sample in the form of this package."""
-    values = {f.name: getattr(completion, f.name) for f in fields(CompletionOutput)}
+    values = {f.name: getattr(completion, f.name) for f in fields(CompletionOutput) if hasattr(completion, f.name)}
     values["token_ids"] = list(completion.token_ids)
     values["logprobs"] = None if completion.logprobs is None else [_logprobs(entry) for entry in completion.logprobs]
     return CompletionOutput(**values)
