@@ -66,6 +66,7 @@ def test_no_difference(rig, cold, oracle, alone):
         "choices",
         "runs of 16 decodes",
         "runs of several rows",
+        "shapes",
     )
     assert all(fuzzer.counts[name] for name in happened), fuzzer.counts
     assert fuzzer.counts["decodes in runs"] > fuzzer.counts["steps"] / 4, fuzzer.counts

@@ -14,7 +14,7 @@ from chunkattn import ChunkedPrompt, ChunkLayout, SamplingParams, make_layout
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.generate import GenerateJob, generate_job
 from chunkattn.calls.job import Ask as Stage
-from chunkattn.calls.job import LookUp, Returned, advance
+from chunkattn.calls.job import CheckShape, LookUp, Returned, advance
 from chunkattn.calls.precompute import precompute_job
 from chunkattn.calls.rerank import rerank_call
 from chunkattn.calls.rerank_template import PLAIN
@@ -210,8 +210,9 @@ class Call:
         if self.open or self.done:
             return []
         step = advance(self._flow, self._question and self._question.answer)
-        while isinstance(step, LookUp):
-            step = advance(self._flow, [CachedTokens(0, (), 0)] * len(step.requests))
+        while isinstance(step, (LookUp, CheckShape)):
+            known = [CachedTokens(0, (), 0)] * len(step.requests) if isinstance(step, LookUp) else None
+            step = advance(self._flow, known)
         if isinstance(step, Returned):
             self.done, self.result = True, step.value
             return []

@@ -29,6 +29,7 @@ from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Precompute, Sco
 from tests.fuzz.decisions import Decide
 from tests.fuzz.focus import Choose, can_be_text
 from tests.fuzz.ledger import Ledger
+from tests.fuzz.patterns import draw
 from tests.fuzz.prompts import Alphabet, Prompt
 from tests.fuzz.rig import POSITIONS, TRACKS, WORDS, Rig
 from tests.fuzz.session import Session, report, smallest
@@ -197,16 +198,18 @@ class Fuzzer:
         Args:
             lengths: values of `max_tokens`.
         """
-        rng = self.rng
+        rng, most = self.rng, int(self.rng.choice(lengths))
+        shape = draw(rng, most) if rng.random() < 0.15 else None
         return SamplingParams(
             n=int(rng.choice([1, 1, 1, 2, 3])),  # of recurrent layers, more than the seats are refused
             seed=int(rng.integers(1 << 40)),
             temperature=float(rng.choice([0.0, 0.0, 1.0])),
-            max_tokens=int(rng.choice(lengths)),
+            max_tokens=most,
             ignore_eos=True,
             logprobs=int(rng.choice([0, 3])),
             prompt_logprobs=0 if rng.random() < 0.12 else None,
             skip_reading_prefix_cache=bool(rng.random() < 0.05),
+            structured_outputs=shape,
         )
 
     def _with_state(self, prompt: Prompt) -> tuple[Prompt, str | None]:

@@ -16,6 +16,7 @@ from chunkattn.calls.algorithms import ScoreInputs
 from chunkattn.calls.score_memory import item_keys
 from chunkattn.engine import decode_program, disk_tier
 from chunkattn.engine.disk_tier import DiskTier
+from chunkattn.engine.grammars import TextMatcher
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
 from chunkattn.engine.runs import Run, RunResult, Runs
@@ -214,6 +215,12 @@ def _draw() -> Any:
     return patch.object(decode_program, "later", lambda sampling, _: sampling)
 
 
+def _shape() -> Any:
+    """The grammar of a text is a token behind."""
+    original = TextMatcher.follow
+    return patch.object(TextMatcher, "follow", lambda self, output_ids: original(self, output_ids[:-1]))
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
@@ -234,6 +241,7 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "claim": _claim,
     "stopped": _stopped,
     "draw": _draw,
+    "shape": _shape,
 }
 """By name: makes a context manager within which the defect is there."""
 OF_STATES = ("uncommitted", "seat", "offset", "claim")

@@ -39,6 +39,7 @@ from chunkattn.engine import runner as engine_runner
 from chunkattn.engine.build import build_core
 from chunkattn.engine.core import EngineCore
 from chunkattn.engine.disk_tier import DiskTier
+from chunkattn.engine.vocabulary import Vocabulary
 from chunkattn.models.decoder import Decoder
 from chunkattn.models.families import spec_from_config
 from chunkattn.models.loader import open_files
@@ -55,6 +56,7 @@ LETTERS = "ABCD"
 """Letters that are one token; a question with more options is asked by their likelihood."""
 VOCABULARY = [f"w{i}" for i in range(WORDS)] + [*LETTERS, "unk", "yes", "no", "#"]
 """Text of every token id: words, labels of decisions, any other word, labels of decisions and of reranking, the separator."""
+TEXTS = Vocabulary(tuple(text.encode() for text in VOCABULARY), ())
 UNKNOWN_ID = VOCABULARY.index("unk")
 SEPARATOR_ID = VOCAB - 1
 
@@ -331,6 +333,8 @@ class Rig:
                 core = EngineCore(self._runner, config, self._max_model_len, disk)
         core.runs.limit_s, core.runs.first, core.runs.least = math.inf, steps, 1
         self.frontends[positions].connect(core.limits)
+        self.frontends[positions].__dict__["vocabulary"] = TEXTS  # that of a tokenizer of words cannot be read
+        core.shapes.know(TEXTS)
         return core
 
 

@@ -24,7 +24,7 @@ from tests.fuzz.alone import Alone
 from tests.fuzz.calls import Ask, Call, Precompute, cacheable, continued, describe, has_no_state, is_private
 from tests.fuzz.focus import Choose
 from tests.fuzz.ledger import Ledger, exceeds
-from tests.fuzz.rig import PAGES, Rig
+from tests.fuzz.rig import PAGES, TEXTS, Rig
 from tests.fuzz.witness import Difference, Witness, check
 
 MOST_STEPS = 2000
@@ -123,6 +123,9 @@ class Session:
             self._calls[request.request_id] = call
             if isinstance(request, PrecomputeRequest) and isinstance(call.ask, Precompute) and call.ask.keep_states:
                 request = replace(request, keep_states=True)
+            if isinstance(request, GenerateRequest) and (shape := request.sampling.structured_outputs) is not None:
+                self.core.shapes.know(TEXTS).compile(shape)  # at once, so that the seed decides what waits for what
+                self.counts["shapes"] += 1
             self.core.add(request)
         if call.done and not isinstance(call.ask, Precompute):
             self.counts["answers"] += 1

@@ -20,6 +20,7 @@ from chunkattn.models.loader import open_files
 from tests.fuzz.calls import RERANK_LABELS, Ask, Call, Generate, Sample, Score, continued
 from tests.fuzz.decisions import Decide, expected_answers, numbers_of, prompts, rows_of
 from tests.fuzz.focus import Choose, best, composed, score_of, scored_layout
+from tests.fuzz.patterns import pattern_of
 from tests.fuzz.rig import VOCAB, Subject, forced
 from tests.fuzz.routers import Routing
 
@@ -177,8 +178,10 @@ def _check_choice(call: Call, ask: Choose, witness: Witness) -> ChunkLayout:
 
 def _check_sample(sample: Sample, number: int, params: SamplingParams, rows: np.ndarray, witness: Witness) -> None:
     where = f"sample {number}"
-    if len(sample.tokens) != params.max_tokens:
-        raise Difference(f"{where}: {len(sample.tokens)} tokens, not {params.max_tokens}")
+    pattern = None if params.structured_outputs is None else pattern_of(params.structured_outputs)
+    length = params.max_tokens if pattern is None else min(params.max_tokens, pattern.most)
+    if len(sample.tokens) != length:
+        raise Difference(f"{where}: {len(sample.tokens)} tokens, not {length}")
     chosen = rows[np.arange(len(rows)), sample.tokens]
     if params.logprobs is not None:
         _compare(np.array(sample.logprobs), chosen, f"{where}: log-probabilities", witness)
@@ -187,6 +190,8 @@ def _check_sample(sample: Sample, number: int, params: SamplingParams, rows: np.
     values = rows
     if params.temperature:
         values = rows / params.temperature + _noise(params.seed or 0, number)[: len(rows)]
+    if pattern is not None:
+        values = np.where(pattern.allowed(length), values, -np.inf)
     # The likeliest token, or one that ties with it.
     short = values.max(axis=1) - values[np.arange(len(rows)), sample.tokens]
     if (short > 2 * witness.tolerance / (params.temperature or 1)).any():
