@@ -48,8 +48,9 @@ class Calls:
         self.run(40, 2, 4)  # so that only programs of the measured sizes are compiled later
         watch = self.clock.watch
         watch(core, "add", "requests")
-        for name in ("plan", "admit", "commit"):
+        for name in ("plan", "admit"):
             watch(core.scheduler, name, name)
+        watch(core.scheduler.fills, "commit", "commit")
         watch(core.builder, "build", "arrays")
         watch(runner.backend, "build_metadata", "metadata of the backend")
         for name in ("_step", "_gather", "_read_labels"):

@@ -100,7 +100,7 @@ def host_share(geometry: str, running: int, context: int, steps: int, chunks: in
     for name in ("admit", "plan"):
         plan.watch(core.scheduler, name)
     tables.watch(core.builder, "build")
-    commit.watch(core.scheduler, "commit")
+    commit.watch(core.scheduler.fills, "commit")
     parts: dict[str, list[float]] = {"placement and spans": [], "arrays, tile ranges": [], "commit": [], "the rest": []}
     totals, hosts, beside = [], [], []
     for step in range(steps + 4):
