@@ -65,10 +65,11 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Return the id of the engine's process, the only child beside Python's resource tracker."""
+        """Return the id of the engine's process, the only child beside Python's resource tracker and the checker of shapes."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         commands = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-        return next(pid for pid, command in commands.items() if b"resource_tracker" not in command)
+        others = (b"resource_tracker", b"shape_process")
+        return next(pid for pid, command in commands.items() if not any(other in command for other in others))
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         """Send a signal."""

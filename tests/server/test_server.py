@@ -536,9 +536,9 @@ def test_a_client_that_leaves_frees_its_pages(server, http, stream):
     for _ in range(10):
         leave()
         wait_until(lambda: is_idle(http))
-        if aborted() > before:  # else the answer had ended, or the server has not even read the request
-            break
-    assert aborted() == before + 1
+        if aborted() > before:
+            return
+    raise AssertionError("every answer had ended, or no request was read, before its client left")
 
 
 # Documentation
