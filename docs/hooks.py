@@ -79,8 +79,6 @@ def routes() -> list[tuple[str, str, str]]:
     routers = [module.router for module in (generation, responses, messages, scoring, decisions, systemone)]
     routers += [documents_router(APIRoute), *(module.router for module in (reports, tokens, status, page))]
     found = [("GET", "/openapi.json", "This API as an OpenAPI document.")]
-    routers = [module.router for module in (generation, responses, messages, scoring, decisions, systemone)]
-    routers += [documents_router(APIRoute), *(module.router for module in (reports, tokens, status, page))]
     for router in routers:
         for route in router.routes:
             path = re.sub(r":\w+}", "}", route.path)  # {name:path}
