@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import ClassVar
 
 from chunkattn.answer_parsers.events import Sink
@@ -12,6 +12,7 @@ from chunkattn.answer_parsers.grammar import Grammar, either, json_of, quoted
 from chunkattn.answer_parsers.schema_values import (
     Schema,
     constants,
+    escaped,
     members,
     properties_of,
     text_pattern,
@@ -43,12 +44,14 @@ class FunctionGemma(ToolParser):
         yield from source.space()
         if not (yield from source.took("call:")):
             return False
-        name = yield from source.line_until(("{",), _KEY_CHAR)
+        name = yield from source.line_until(("{",), _WORD_CHAR)
         if name is None or not NAME.fullmatch(name.strip()):
             return False
         source.release()
         sink.call(name.strip())
         is_whole = yield from self._value(source, sink, _MAX_DEPTH)
+        if not is_whole:
+            yield from source.drop_cut((self.quote,))
         yield from source.until((self.closing,), sink.content if is_whole else sink.arguments)
         yield from source.took(self.closing)
         return True
@@ -58,7 +61,7 @@ class FunctionGemma(ToolParser):
         yield from source.space()
         if (yield from source.took(self.quote)):
             sink.arguments('"')
-            end = yield from source.until((self.quote,), lambda text: sink.arguments(_escaped(text)))
+            end = yield from source.until((self.quote,), lambda text: sink.arguments(escaped(text)), drops_cut=True)
             if end is None:
                 return False
             yield from source.took(self.quote)
@@ -90,7 +93,7 @@ class FunctionGemma(ToolParser):
                 if quotes:
                     yield from source.took(self.quote)
                 yield from source.took(":")
-                sink.arguments(f'"{_escaped(key.strip())}": ')
+                sink.arguments(f'"{escaped(key.strip())}": ')
             if not (yield from self._value(source, sink, depth)):
                 return False
             yield from source.space()
@@ -189,17 +192,7 @@ class _Values:
             (f"{quoted(f'{key}:')} {self._value(one)}", is_required)
             for key, (one, is_required) in properties_of(schema, self._tool.name).items()
         ]
-        return f"{quoted('{')} {self._entries(entries)} {quoted('}')}" if entries else quoted("{}")
-
-    def _entries(self, entries: Sequence[tuple[str, bool]]) -> str:
-        empty = quoted("")
-        behind, first = empty, empty  # what may follow an entry, and what may begin the object
-        for entry, is_required in reversed(entries):
-            alone = self._grammar.rule(f"{entry} {behind}")
-            first = alone if is_required else self._grammar.rule(f"{alone} | {first}")
-            more = f"{quoted(',')} {entry} {behind}"
-            behind = self._grammar.rule(more if is_required else f"{more} | {behind}")
-        return first
+        return f"{quoted('{')} {self._grammar.listed(entries, ',')} {quoted('}')}" if entries else quoted("{}")
 
     def _anything(self) -> str:
         """Return the rule of any value."""
@@ -214,8 +207,3 @@ class _Values:
     def _anything_in_braces(self) -> str:
         entry = f"{self._grammar.terminal(_KEY)} {quoted(':')} {self._anything()}"
         return self._grammar.rule(f"{quoted('{')} ({entry} ({quoted(',')} {entry})*)? {quoted('}')}")
-
-
-def _escaped(text: str) -> str:
-    """Return a text as it stands between the quotes of a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]

@@ -69,6 +69,22 @@ class Grammar:
             return self.rule(f"{ANY_TEXT} {self.marker(marker)}")
         return self.rule(self.terminal(f"{ANY_TEXT} {quoted(marker)}"), "lazy")
 
+    def listed(self, entries: Sequence[tuple[str, bool]], separator: str) -> str:
+        """Return the expression of entries in their order, with a separator between two.
+
+        Args:
+            entries: expression of each entry, and whether the list must have it.
+            separator: text between two entries.
+        """
+        empty = quoted("")
+        behind, first = empty, empty  # what may follow an entry, and what may begin the list
+        for entry, is_required in reversed(entries):
+            alone = self.rule(f"{entry} {behind}")
+            first = alone if is_required else self.rule(f"{alone} | {first}")
+            more = f"{quoted(separator)} {entry} {behind}"
+            behind = self.rule(more if is_required else f"{more} | {behind}")
+        return first
+
     def nested(self, grammar: str) -> str:
         """Add a rule of what another grammar describes, and return its name."""
         name = self.forward()

@@ -111,9 +111,9 @@ class JsonCall:
 
 
 def _decoded(text: str) -> object:
-    """Return a JSON value, with line breaks in its strings allowed; None if it is malformed."""
+    """Return a JSON value; None if it is malformed."""
     try:
-        return json.loads(text, strict=False)
+        return json.loads(text)
     except (ValueError, RecursionError):
         return None
 

@@ -5,13 +5,20 @@ from __future__ import annotations
 import re
 
 from chunkattn.answer_parsers.events import Sink
-from chunkattn.answer_parsers.grammar import ANY_TEXT, Grammar, quoted
+from chunkattn.answer_parsers.grammar import Grammar, quoted
 from chunkattn.answer_parsers.json_call import Found, JsonCall
 from chunkattn.answer_parsers.source import Source, Wait
-from chunkattn.answer_parsers.tool_parser import ToolParser, one_of_tools, register_tool_parser, repeated, short_id
+from chunkattn.answer_parsers.tool_parser import (
+    CallsAtBeginning,
+    ToolParser,
+    one_of_tools,
+    register_tool_parser,
+    repeated,
+    short_id,
+)
 from chunkattn.answer_parsers.tools import NAME, Tool, Tools
 
-_NAME_CHAR = re.compile(r"[A-Za-z0-9_.:-]")
+_NAME_CHAR = re.compile(r"[A-Za-z0-9_.:\s-]")
 _FURTHER = ("additionalProperties", "patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if")
 """Keywords by which a schema allows, or asks for, properties that `properties` does not list."""
 
@@ -33,7 +40,7 @@ def _arguments(grammar: Grammar, tool: Tool) -> str:
 
 
 @register_tool_parser("llama3_json", "llama4_json")
-class Llama3(ToolParser):
+class Llama3(CallsAtBeginning):
     """Llama 3: the whole answer is `{"name": ..., "parameters": {...}}`, perhaps behind `<|python_tag|>`.
 
     An answer of JSON may be no call, so only the names of functions that the request has are calls. Several calls stand behind
@@ -42,14 +49,7 @@ class Llama3(ToolParser):
 
     traces = ("Environment: ipython", "<|python_tag|>", '"parameters": dictionary of argument name')
     tag = "<|python_tag|>"
-
-    def read(self, source: Source, sink: Sink, tools: Tools) -> Wait[None]:
-        """Read an answer: calls at its beginning, or content."""
-        source.mark()
-        if not (yield from self.read_calls(source, sink, tools)):
-            source.rewind()
-        source.release()
-        yield from source.until((), sink.content)
+    first = "{"
 
     def read_calls(self, source: Source, sink: Sink, tools: Tools) -> Wait[bool]:
         """Read the calls at the beginning of the answer."""
@@ -72,11 +72,6 @@ class Llama3(ToolParser):
         """Return the expression of one call with `parameters`: the templates refuse messages with more."""
         return one_of_tools(grammar, tools, lambda tool: _json_call(grammar, tool, "parameters"))
 
-    def maybe(self, grammar: Grammar, calls: str) -> str:
-        """Return the expression of calls, or of a text that begins with no bracket."""
-        text = grammar.terminal(f"/[^{{\\s]/ {ANY_TEXT}")
-        return f"({grammar.rule(calls)} | {grammar.rule(text)})"
-
 
 @register_tool_parser("mistral")
 class Mistral(ToolParser):
@@ -96,7 +91,7 @@ class Mistral(ToolParser):
         if (yield from source.took("[")):
             return (yield from self._read_list(source, sink))
         name = yield from source.line_until(("[ARGS]", "[CALL_ID]", "{"), _NAME_CHAR)
-        if not name or not _is_name(name):
+        if name is None or not _is_name(name := name.strip()):
             return False
         if (yield from source.took("[CALL_ID]")):
             yield from source.line_until(("[ARGS]", "{"), _NAME_CHAR)

@@ -11,6 +11,7 @@ from chunkattn.answer_parsers.grammar import Grammar, either, json_of, quoted
 from chunkattn.answer_parsers.schema_values import (
     Schema,
     constants,
+    escaped,
     kinds,
     members,
     properties_of,
@@ -75,6 +76,7 @@ class QwenXml(ToolParser):
             if not (yield from self._value(source, sink, kinds(properties.get(key, True), root))):
                 return False
         # A text that ends here was cut off by a limit: its arguments stay open, as a reader of the stream has seen them.
+        yield from source.drop_cut(("<parameter=", "</function>"))
         if not (yield from source.peek()):
             sink.arguments("{" if before == "{" else "")
             return False
@@ -86,11 +88,11 @@ class QwenXml(ToolParser):
         ends = (f"\n{_END}", _END)
         if found == {"string"}:
             sink.arguments('"')
-            end = yield from source.until(ends, lambda text: sink.arguments(json.dumps(text, ensure_ascii=False)[1:-1]))
+            end = yield from source.until(ends, lambda text: sink.arguments(escaped(text)), drops_cut=True)
             sink.arguments('"' if end else "")
         else:
             pieces: list[str] = []
-            end = yield from source.until(ends, pieces.append)
+            end = yield from source.until(ends, pieces.append, drops_cut=True)
             sink.arguments(value_of("".join(pieces), found) if end else "".join(pieces))
         return (yield from source.took(end)) if end else False
 

@@ -100,6 +100,11 @@ def value_of(text: str, found: frozenset[str]) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
+def escaped(text: str) -> str:
+    """Return a text as it stands between the quotes of a JSON string."""
+    return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
 def text_pattern(schema: Mapping[str, Any], ends: Sequence[str]) -> str:
     """Return the expression of a terminal for the texts of a schema that hold none of several markers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Generator
 from functools import lru_cache
@@ -14,6 +15,7 @@ Wait = Generator[None, None, T]
 
 _SPACE = re.compile(r"\s*")
 _IN_STRING = re.compile(r'[^"\\]+')
+_CONTROL = re.compile(r"[\x00-\x1f]")
 _OUTSIDE = re.compile(r'[^"{}\[\]<]+')
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -74,6 +76,12 @@ class Source:
         """Return the next character without stepping over it; an empty text at the end."""
         return self._text[self._at] if (yield from self.more()) else ""
 
+    def character(self) -> Wait[str]:
+        """Step over the next character and return it; an empty text at the end."""
+        char = yield from self.peek()
+        self._at += len(char)
+        return char
+
     def starts(self, marker: str) -> Wait[bool]:
         """Return whether the text goes on with a marker. It is not stepped over."""
         while True:
@@ -88,6 +96,12 @@ class Source:
             self._at += len(marker)
         return found
 
+    def drop_cut(self, markers: tuple[str, ...]) -> Wait[None]:
+        """Step over the beginning of a marker with which the text ends."""
+        for marker in markers:
+            if not (yield from self.starts(marker)) and marker.startswith(self._text[self._at :]):
+                self._at = len(self._text)
+
     def space(self) -> Wait[None]:
         """Step over white space."""
         while (yield from self.more()):
@@ -95,12 +109,13 @@ class Source:
             if self._at < len(self._text):
                 return
 
-    def until(self, markers: tuple[str, ...], emit: Callable[[str], None]) -> Wait[str | None]:
+    def until(self, markers: tuple[str, ...], emit: Callable[[str], None], *, drops_cut: bool = False) -> Wait[str | None]:
         """Pass the text before the first of several markers on as it arrives.
 
         Args:
             markers: texts, none of which begins with another.
             emit: function that gets the text in pieces.
+            drops_cut: whether the beginning of a marker with which the text ends is left out.
 
         Returns:
             The marker, which is not stepped over; None at the end of the text.
@@ -109,7 +124,7 @@ class Source:
         while True:
             found = pattern.search(self._text, self._at) if pattern is not None else None
             if found is not None and self.ended and found[0] not in markers:
-                found = _whole(markers).search(self._text, self._at)
+                found = _whole(markers).search(self._text, self._at) or (found if drops_cut else None)
             end = len(self._text) if found is None else found.start()
             if end > self._at:
                 emit(self._text[self._at : end])
@@ -117,6 +132,7 @@ class Source:
             if found is not None and found[0] in markers:
                 return found[0]
             if self.ended:
+                self._at = len(self._text)
                 return None
             yield
 
@@ -141,7 +157,10 @@ class Source:
     # JSON
 
     def string(self, emit: Callable[[str], None]) -> Wait[bool]:
-        """Pass a JSON string on as it arrives, with its quotes; return False if there is none, or the text ends in it."""
+        """Pass a JSON string on as it arrives, with its quotes; return False if there is none, or the text ends in it.
+
+        Line breaks and other control characters, which JSON allows as escapes alone, are passed on as escapes.
+        """
         if (yield from self.peek()) != '"':
             return False
         self._at += 1
@@ -160,7 +179,7 @@ class Source:
                 end = self._at + 2
             else:
                 end = _end(_IN_STRING, self._text, self._at)
-            emit(self._text[self._at : end])
+            emit(_CONTROL.sub(_escape, self._text[self._at : end]))
             self._at = end
         return False
 
@@ -198,6 +217,11 @@ class Source:
         if taken:
             emit(taken)
         return bool(taken)
+
+
+def _escape(found: re.Match[str]) -> str:
+    """Return a control character as an escape of JSON."""
+    return json.dumps(found[0])[1:-1]
 
 
 def _end(pattern: re.Pattern[str], text: str, at: int) -> int:

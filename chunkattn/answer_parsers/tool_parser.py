@@ -107,6 +107,29 @@ class ToolParser(ABC):
         return f"call_{token_hex(12)}"
 
 
+class CallsAtBeginning(ToolParser):
+    """Form in which calls begin with the answer, in place of any other text.
+
+    Attributes:
+        first: character with which calls begin.
+    """
+
+    first: ClassVar[str]
+
+    def read(self, source: Source, sink: Sink, tools: Tools) -> Wait[None]:
+        """Read an answer: calls at its beginning, or content."""
+        source.mark()
+        if not (yield from self.read_calls(source, sink, tools)):
+            source.rewind()
+        source.release()
+        yield from source.until((), sink.content)
+
+    def maybe(self, grammar: Grammar, calls: str) -> str:
+        """Return the expression of calls, or of a text that does not begin as they do."""
+        text = grammar.terminal(f"/[^\\{self.first}\\s]/ {ANY_TEXT}")
+        return f"({grammar.rule(calls)} | {grammar.rule(text)})"
+
+
 def short_id() -> str:
     """Return a random id of nine letters and digits, as Mistral's templates want."""
     return "".join(choice(ascii_letters + digits) for _ in range(9))

@@ -14,7 +14,7 @@ from chunkattn.answer_parsers.reasoning import find_reasoning_parser, reasoning_
 from chunkattn.answer_parsers.tool_parser import ToolParser, register_tool_parser
 from chunkattn.answer_parsers.tools import Tool, Tools
 from chunkattn.errors import ConfigError
-from tests.answer_parsers.families import TEMPLATES, written
+from tests.answer_parsers.families import AT_BEGINNING, TEMPLATES, written
 
 SCHEMA = {
     "type": "object",
@@ -79,7 +79,7 @@ def called(message):
 @given(calls=CALLS, random=st.randoms(use_true_random=False))
 def test_calls_are_those_that_the_template_wrote(form, calls, random):
     """Every way of cutting the text into pieces gives the same calls, down to the letters of the arguments."""
-    before = "" if form == "llama3_json" else "I will look.\n\n"
+    before = "" if form in AT_BEGINNING else "I will look.\n\n"
     text = before + written(form, calls)
     whole = read(form, [text])
     assert called(whole) == calls
@@ -145,6 +145,15 @@ NO_CALLS = [
     ("mistral", "[TOOL_CALLS] nothing"),
     ("mistral", '[TOOL_CALLS][{"nom": "f"}]'),
     ("functiongemma", "<start_function_call>print(1)<end_function_call>"),
+    ("pythonic", "[1](x)"),
+    ("pythonic", 'It is [get_weather(city="Oslo")]'),
+    ("pythonic", "[lose(a=1)]"),
+    ("pythonic", '[get_weather("Oslo")]'),
+    ("pythonic", "[get_weather(city=oslo)]"),
+    ("pythonic", '[get_weather(**{"city": 1})]'),
+    ("pythonic", "[get_weather(city=b'x')]"),
+    ("pythonic", f"[get_weather(city={'[' * 9000}{']' * 9000})]"),
+    ("pythonic", '[get_weather(city="Os'),
     ("gemma4", "<|tool_call>call:<tool_call|>"),
 ]
 
@@ -170,6 +179,14 @@ BROKEN = [
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Par', '{"city": "Par'),
     ("mistral", '[TOOL_CALLS]f{"a": tr', '{"a": tr'),
     ("functiongemma", "<start_function_call>call:f{a:<escape>Par", '{"a": "Par'),
+    # A marker that is cut off is no part of the arguments, and does not close them.
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nPar\n</para", '{"city": "Par'),
+    ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=days>\n3\n</", '{"days": 3'),
+    ("qwen3_coder", "<function=get_weather>\n<parameter=days>\n3\n</parameter>\n<param", '{"days": 3'),
+    ("qwen3_coder", "<function=get_weather>\n</func", "{"),
+    ("gemma4", '<|tool_call>call:f{a:<|"|>Par<|"', '{"a": "Par'),
+    ("gemma4", '<|tool_call>call:f{a:<|"', '{"a": '),
+    ("pythonic", '[get_weather(city="Par"), get_weather(ci', '{"city": "Par"}'),
 ]
 
 
@@ -201,6 +218,12 @@ OTHER_FORMS = [
     ("llama3_json", '<|python_tag|>{"type": "function", "name": "get_weather", "arguments": {"a": 1}}', {"a": 1}),
     ("mistral", '[TOOL_CALLS]f{"a": 1}', {"a": 1}),
     ("mistral", '[TOOL_CALLS]f[CALL_ID]abcdefghi[ARGS]{"a": 1}', {"a": 1}),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\n\ty"}}</tool_call>', {"a": "x\n\ty"}),
+    ("mistral", '[TOOL_CALLS] f {"a": 1}', {"a": 1}),
+    ("gemma4", "<|tool_call>call:ns:f{a:1}<tool_call|>", {"a": 1}),
+    ("pythonic", " <|python_start|>[ get_weather (a = 1, b=-2.5 ,)]<|python_end|>", {"a": 1, "b": -2.5}),
+    ("pythonic", "[get_weather(a=true, b=None, c=('x', {'k': False}))]", {"a": True, "b": None, "c": ["x", {"k": False}]}),
+    ("pythonic", "[get_weather(a='''it's''', b=\"\\d\n)]\", c=\"\\ud83d\\ude00\")]", {"a": "it's", "b": "\\d\n)]", "c": "😀"}),
     ("gemma4", '<|tool_call>call:f{a:{<|"|>b<|"|>:[1,true]}}<tool_call|>', {"a": {"b": [1, True]}}),
 ]
 
@@ -272,6 +295,7 @@ TRACES = {
     "qwen3_coder": "<tool_call>\\n<function={{ name }}>",
     "llama3_json": "{{- 'Environment: ipython\\n' }}",
     "mistral": "[TOOL_CALLS]",
+    "pythonic": "Environment: ipython [func_name1(params_name1=params_value1)]",
     "functiongemma": "<start_function_call>call:",
     "gemma4": "<|tool_call>call:",
 }
