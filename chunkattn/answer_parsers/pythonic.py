@@ -6,7 +6,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from chunkattn.answer_parsers.events import Sink
@@ -109,9 +109,10 @@ class Pythonic(CallsAtBeginning):
         """Return the rule of a value: JSON, with Python's words for those of JSON outside of lists and objects."""
         bodies = list[str]()
         for one in members(schema, root):
-            kind = one.get("type") if isinstance(one, dict) else None
-            words = {"boolean": [True, False], "null": [None]}.get(str(kind))
-            if (values := constants(one) or words) is not None:
+            kind, values = one.get("type") if isinstance(one, Mapping) else None, constants(one)
+            if kind in ("boolean", "null") and values is None:
+                values = [None] if kind == "null" else [True, False]
+            if values is not None:
                 bodies += [quoted(repr(v) if v is None or isinstance(v, bool) else _json(v)) for v in values]
             else:
                 bodies.append(grammar.rule(json_of(with_definitions(one, root))))

@@ -18,14 +18,34 @@ class ReasoningParser:
     Attributes:
         start: marker before the reasoning.
         end: marker behind it, which chat templates of the family have.
+        is_implied: whether answers begin inside the reasoning, without the first marker, unless the prompt ends it.
     """
 
     start: str
     end: str
+    is_implied: bool = False
 
-    def is_open(self, prompt: str) -> bool:
-        """Return whether a prompt ends inside the reasoning, with the marker before it."""
-        return prompt.rstrip().endswith(self.start)
+    def is_open(self, prompt: str, continued: str = "") -> bool:
+        """Return whether a prompt ends inside the reasoning.
+
+        Args:
+            prompt: end of the prompt.
+            continued: text of the message that the answer continues.
+        """
+        if (last := self._last(continued)) is not None:
+            return last == self.start
+        return prompt.rstrip().endswith(self.start) or (self.is_implied and not self.is_over(prompt))
+
+    def is_over(self, prompt: str, continued: str = "") -> bool:
+        """Return whether a prompt ends behind the reasoning. The arguments are those of `is_open`."""
+        if (last := self._last(continued)) is not None:
+            return last == self.end
+        return prompt.rstrip().endswith(self.end)
+
+    def _last(self, text: str) -> str | None:
+        """Return the last marker in a text, or None."""
+        place, marker = max((text.rfind(marker), marker) for marker in (self.start, self.end))
+        return None if place < 0 else marker
 
     def read(self, source: Source, sink: Sink, is_open: bool) -> Wait[None]:
         """Read the reasoning and its end.
@@ -58,15 +78,16 @@ class ReasoningParser:
         rest = f"{grammar.before(self.end)} /\\n{{0,2}}/"
         return rest if is_open else f"({grammar.rule(f'{grammar.marker(self.start)} {rest}')})?"
 
-    def before_shape(self, shape: str, token_id: TokenId) -> str:
-        """Return the grammar of reasoning that is open, and of an answer of a shape behind it.
+    def before_shape(self, shape: str, token_id: TokenId, *, is_open: bool) -> str:
+        """Return the grammar of reasoning, and of an answer of a shape behind it.
 
         Args:
             shape: grammar of the answer.
             token_id: function from a text to the id of its special token, or None.
+            is_open: whether the answer begins inside the reasoning.
         """
         grammar = Grammar(token_id)
-        return grammar.text(f"{self.before(grammar, is_open=True)} {grammar.nested(shape)}")
+        return grammar.text(f"{self.before(grammar, is_open)} {grammar.nested(shape)}")
 
 
 class _Trimmed:
@@ -82,10 +103,9 @@ class _Trimmed:
         self._sink.reasoning(shown)
 
 
-_THINK = ReasoningParser("<think>", "</think>")
 _parsers: dict[str, ReasoningParser] = {
-    "qwen3": _THINK,
-    "deepseek_r1": _THINK,
+    "deepseek_r1": ReasoningParser("<think>", "</think>", is_implied=True),
+    "qwen3": ReasoningParser("<think>", "</think>"),
     "mistral": ReasoningParser("[THINK]", "[/THINK]"),
     "gemma4": ReasoningParser("<|channel>thought", "<channel|>"),
 }

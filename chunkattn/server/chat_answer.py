@@ -43,6 +43,7 @@ class Chat(Answer):
         self._readers: dict[int, tuple[AnswerReader, ContentPlaces]] = {}
         self._ids: dict[tuple[int, int], str] = {}
         self._is_open = False
+        self._reasoned: dict[tuple[str, int], int] = {}
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(
             state.llm.frontend.sampling_defaults, max_tokens=body.argument("max_tokens"), logprobs=num_top
@@ -81,17 +82,19 @@ class Chat(Answer):
         Raises:
             RequestError: a schema cannot be enforced.
         """
-        reasoning, texts, is_open = self._reasoning, self.state.texts, False
+        reasoning, texts, before = self._reasoning, self.state.texts, None
         if reasoning is not None and texts.tokenizer is not None:
-            is_open = reasoning.is_open(texts.whole(prompt.layout.token_ids[-_TAIL_TOKENS:].tolist()))
-        self._is_open = is_open
+            tail = texts.whole(prompt.layout.token_ids[-_TAIL_TOKENS:].tolist())
+            continued = self.body.messages[-1].text if self.body.continue_final_message else ""
+            self._is_open = reasoning.is_open(tail, continued)
+            if not reasoning.is_over(tail, continued):
+                before = partial(reasoning.before, is_open=self._is_open)
         asked = self.params.structured_outputs
         if self._calls is None or self._tools is None or not (self._tools.is_enforced or asked is not None):
-            if reasoning is not None and is_open and asked is not None:
-                shape = StructuredOutputsParams(grammar=reasoning.before_shape(grammar_of(asked), texts.special_id))
-                self.params = replace(self.params, structured_outputs=shape)
+            if reasoning is not None and before is not None and asked is not None:
+                grammar = reasoning.before_shape(grammar_of(asked), texts.special_id, is_open=self._is_open)
+                self.params = replace(self.params, structured_outputs=StructuredOutputsParams(grammar=grammar))
             return
-        before = None if reasoning is None else partial(reasoning.before, is_open=is_open)
         form = None if asked is None else grammar_of(asked)
         grammar = self._calls.grammar(self._tools, texts.special_id, before, form)
         try:
@@ -99,6 +102,25 @@ class Chat(Answer):
         except RequestError as error:
             raise RequestError(f"the tools cannot be enforced: {error}", param="tools") from None
         self.params = replace(self.params, structured_outputs=shape)
+
+    def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
+        """Return the usage of the request, with the tokens of the reasoning in a model that marks it."""
+        told = super().usage(outputs)
+        if self._reasoning is not None:
+            count = sum(self._reasoning_tokens(output, sample) for output in outputs for sample in output.outputs)
+            told["completion_tokens_details"] = {"reasoning_tokens": count}
+        return told
+
+    def _reasoning_tokens(self, output: RequestOutput, sample: CompletionOutput) -> int:
+        """Return the number of a sample's tokens up to the end of its reasoning."""
+        reasoning, place = self._reasoning, (output.request_id, sample.index)
+        if reasoning is None or not (self._is_open or sample.text.lstrip().startswith(reasoning.start)):
+            return 0
+        if reasoning.end not in sample.text:
+            return len(sample.token_ids)
+        if place not in self._reasoned:
+            self._reasoned[place] = self.texts.count_through(sample.token_ids, reasoning.end)
+        return self._reasoned[place]
 
     def choice(self, index: int, output: RequestOutput, sample: CompletionOutput) -> dict[str, Any]:
         """Return the choice of a finished sample."""

@@ -152,10 +152,13 @@ def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
     """Return a chat's usage in Anthropic's form, which counts cached tokens apart."""
     details = {**usage["prompt_tokens_details"]}
     cached = details.pop("cached_tokens", 0)
+    reasoned = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    thinking = {} if reasoned is None else {"output_tokens_details": {"thinking_tokens": reasoned}}
     return {
         "input_tokens": usage["prompt_tokens"] - cached,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage["completion_tokens"],
+        **thinking,
         **details,
     }

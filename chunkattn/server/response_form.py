@@ -49,6 +49,7 @@ class ResponseForm(Form):
         self._number, self._has_begun, self._status = 0, False, "completed"
         self._item: WrittenItem | CallItem | None = None
         self._call, self._most_logprobs = 0, float(MAX_REPEATED_LOGPROBS)
+        self._held: list[Mapping[str, Any]] = []  # log-probabilities of tokens whose text has not come
 
     # The form of an answer
 
@@ -107,12 +108,15 @@ class ResponseForm(Form):
 
     def _grown(self, delta: Mapping[str, Any], logprobs: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
         """Yield the events of what the answer has gained."""
+        self._held += logprobs
         if text := delta.get("reasoning_content"):
             yield from self._written("reasoning", text)
-        if (text := delta.get("content")) or logprobs:
-            yield from self._written("message", text or "", logprobs)
+        if text := delta.get("content"):
+            yield from self._written("message", text, _tokens_of(text, self._held, has_more=bool(delta.get("tool_calls"))))
         for call in delta.get("tool_calls") or ():
             yield from self._called(call)
+        if any(delta.get(name) for name in ("reasoning_content", "content", "tool_calls")):
+            self._held.clear()
 
     def _written(self, kind: str, text: str, logprobs: Sequence[Mapping[str, Any]] = ()) -> Iterator[Event]:
         """Yield the events of more text in an item of a kind."""
@@ -153,8 +157,8 @@ class ResponseForm(Form):
     def _ended(self, status: str) -> Iterator[Event]:
         """Yield the events of the answer's end. An answer without anything is an empty message."""
         self._status = status
-        if self._item is None:
-            yield from self._written("message", "")
+        if self._item is None or (self._held and self._item.item["type"] == "message"):
+            yield from self._written("message", "", self._held)
         yield from self._closed(status)
 
     @property
@@ -165,6 +169,26 @@ class ResponseForm(Form):
     def _id(self, kind: str) -> str:
         """Return the id of the item that is opened next."""
         return f"{kind}_{self._hex}{self._index:02x}"
+
+
+def _tokens_of(text: str, logprobs: Sequence[Mapping[str, Any]], *, has_more: bool) -> list[Mapping[str, Any]]:
+    """Return the log-probabilities of a text's tokens, without those before it, which may be of reasoning.
+
+    Args:
+        text: text of the answer.
+        logprobs: log-probabilities in a chat's form. A text whose bytes they do not hold has all of them.
+        has_more: whether the tokens behind the text belong to calls. Otherwise they end the answer, and the text has them.
+    """
+    sought, written = text.encode("utf-8", "replace"), b"".join(bytes(one["bytes"]) for one in logprobs)
+    begin, place = written.rfind(sought), 0
+    if begin < 0:
+        return [*logprobs]
+    kept = list[Mapping[str, Any]]()
+    for one in logprobs:
+        if place + len(one["bytes"]) > begin and not (has_more and place >= begin + len(sought)):
+            kept.append(one)
+        place += len(one["bytes"])
+    return kept
 
 
 def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:

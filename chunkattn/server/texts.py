@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
 from functools import cached_property, lru_cache
@@ -111,6 +112,23 @@ class TokenTexts:
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that has a text, or None."""
         return self._special_ids.get(text)
+
+    def count_through(self, token_ids: Sequence[int], marker: str) -> int:
+        """Return the number of tokens up to the first occurrence of a marker and with it, or of all tokens without it.
+
+        Args:
+            token_ids: token ids of a text.
+            marker: text, of one token or of several.
+        """
+        number = self._added_ids.get(marker)
+        if number is not None and number in token_ids:
+            return token_ids.index(number) + 1
+        return bisect_left(range(len(token_ids)), x=True, key=lambda size: marker in self.whole(token_ids[:size]))
+
+    @cached_property
+    def _added_ids(self) -> dict[str, int]:
+        added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
+        return {token.content: number for number, token in added.items()}
 
     @cached_property
     def _special_ids(self) -> dict[str, int]:

@@ -78,8 +78,8 @@ class ServerConfig:
             It holds their texts. Each server needs a file of its own.
         report_documents: answer `/v1/cache/report`, from which a gateway reads which documents the KV cache holds.
         tool_call_parser: form in which the model writes calls of tools, by its name in vLLM: `hermes`, `qwen3_coder`,
-            `llama3_json`, `pythonic`, `mistral`, `functiongemma` or `gemma4`; `auto` chooses by the chat template, `none` refuses
-            tools.
+            `llama3_json`, `pythonic`, `mistral`, `functiongemma` or `gemma4`; `auto` chooses by the chat template, `none`
+            refuses tools.
         reasoning_parser: form in which the model marks its reasoning, by its name in vLLM: `qwen3`, `deepseek_r1`, `mistral` or
             `gemma4`; `auto` chooses by the chat template, `none` leaves it in the text.
         allow_credentials: let such pages send the credentials that the browser keeps for the server. Needs origins by name.

@@ -180,13 +180,14 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(("fields", "answer"), SHAPES, ids=lambda value: next(iter(value)))
-def test_answers_have_their_shape_behind_open_reasoning(tokenizer, grammars, fields, answer):
+def test_answers_have_their_shape_behind_reasoning(tokenizer, grammars, fields, answer):
     special = {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     shape = grammar_of_shape(StructuredOutputsParams(**fields))
-    grammar = find_reasoning_parser("qwen3", "").before_shape(shape, special.get)
-    assert accepts(grammars, grammar, tokenizer, f"Well, {{}}.\n</think>\n\n{answer}")
-    assert not accepts(grammars, grammar, tokenizer, answer)
-    assert not accepts(grammars, grammar, tokenizer, f"Well.\n</think>\n\nWell. {answer}")
+    for opening, is_open in (("", True), ("<think>\n", False)):
+        grammar = find_reasoning_parser("qwen3", "").before_shape(shape, special.get, is_open=is_open)
+        assert accepts(grammars, grammar, tokenizer, f"{opening}Well, {{}}.\n</think>\n\n{answer}")
+        assert accepts(grammars, grammar, tokenizer, answer) is not is_open
+        assert not accepts(grammars, grammar, tokenizer, f"{opening}Well.\n</think>\n\nWell. {answer}")
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -262,6 +262,10 @@ REASONED = [
     ("Well, that", True, "Well, that", ""),
     ("<think>\n\n</think>\n\nYes.", False, None, "Yes."),
     ("  Yes.", False, None, "  Yes."),
+    ("<think>a<think>b</think>c</think>Yes.", False, "a<think>b", "c</think>Yes."),
+    ("<think></think>", False, None, ""),
+    ("Yes.</think>No.", False, None, "Yes.</think>No."),
+    ("</think>Yes.", True, None, "Yes."),
 ]
 
 
@@ -281,11 +285,22 @@ def test_calls_stand_behind_the_reasoning():
     assert (called(message), message.content) == ([{"name": "f", "arguments": {}}], "")
 
 
-@pytest.mark.parametrize(
-    ("prompt", "expected"), [("a<think>\n", True), ("<think>\n\n</think>\n\n", False), ("<think> a", False)]
-)
-def test_a_prompt_may_open_the_reasoning(prompt, expected):
-    assert find_reasoning_parser("qwen3", "").is_open(prompt) is expected
+PROMPTS = [
+    # prompt, message that goes on, whether Qwen 3 and DeepSeek R1 begin inside the reasoning, whether both begin behind it
+    ("a<think>\n", "", True, True, False),
+    ("<think>\n\n</think>\n\n", "", False, False, True),
+    ("<think> a", "", False, True, False),
+    ("<think>Hm, w", "<think>Hm, w", True, True, False),
+    ("</think>Well", "<think>Hm</think>Well", False, False, True),
+    ("Well", "Well", False, True, False),
+]
+
+
+@pytest.mark.parametrize(("prompt", "continued", "qwen", "deepseek", "over"), PROMPTS)
+def test_a_prompt_may_open_the_reasoning(prompt, continued, qwen, deepseek, over):
+    for name, expected in (("qwen3", qwen), ("deepseek_r1", deepseek)):
+        parser = find_reasoning_parser(name, "")
+        assert (parser.is_open(prompt, continued), parser.is_over(prompt, continued)) == (expected, over)
 
 
 # The registry

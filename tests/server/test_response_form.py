@@ -138,13 +138,40 @@ def test_an_answer_without_text_is_an_empty_message():
     assert whole({"role": "assistant", "content": ""}) == found[-1]["response"]
 
 
-def test_log_probabilities_belong_to_the_text():
-    found = streamed(chunk(content="a", logprobs=[LOGPROB]), chunk(content="", logprobs=[LOGPROB]), chunk("stop"))
-    deltas = [event["logprobs"] for event in found if event["type"] == "response.output_text.delta"]
-    assert deltas == [[LOGPROB], [LOGPROB]]
+def logprob_of(text):
+    return {"token": text, "logprob": -1.0, "bytes": [*text.encode()], "top_logprobs": []}
+
+
+def test_log_probabilities_of_reasoning_and_calls_open_no_message():
+    """Tokens of reasoning, of markers and of calls are no part of the message, in a stream as in a whole answer."""
+    hm, end, rome, comma, call_tag, arguments = map(logprob_of, ("Rome?", "</think>", "Rome", "?", "<tool_call>", "{}"))
+    found = streamed(
+        chunk(reasoning_content="Rome?", logprobs=[hm]),
+        chunk(content="", logprobs=[end]),
+        chunk(reasoning_content=" No.", logprobs=[hm]),
+        chunk(content="", logprobs=[end]),
+        chunk(content="Rome", logprobs=[rome]),
+        chunk(content="?", logprobs=[comma]),
+        chunk(content="", logprobs=[call_tag]),
+        chunk(**call(0, "f", "{}"), logprobs=[arguments]),
+        chunk("tool_calls", logprobs=[end]),
+    )
     response = found[-1]["response"]
-    assert response["output"][0]["content"][0]["logprobs"] == [LOGPROB] * 2
-    assert whole({"role": "assistant", "content": "a"}, logprobs=[LOGPROB] * 2) == response
+    assert [item["type"] for item in response["output"]] == ["reasoning", "message", "function_call"]
+    assert response["output"][1]["content"][0]["logprobs"] == [rome, comma]
+    message = {"role": "assistant", "reasoning_content": "Rome? No.", "content": "Rome?", **call(0, "f", "{}")}
+    told = whole(message, "tool_calls", [hm, end, hm, end, rome, comma, call_tag, arguments, end])
+    assert told["output"] == response["output"]
+
+
+def test_log_probabilities_belong_to_the_text():
+    end = LOGPROB | {"token": "</s>", "bytes": [60, 47, 115, 62]}
+    found = streamed(chunk(content="a", logprobs=[LOGPROB]), chunk(content="", logprobs=[end]), chunk("stop"))
+    deltas = [event["logprobs"] for event in found if event["type"] == "response.output_text.delta"]
+    assert deltas == [[LOGPROB], [end]]
+    response = found[-1]["response"]
+    assert response["output"][0]["content"][0]["logprobs"] == [LOGPROB, end]
+    assert whole({"role": "assistant", "content": "a"}, logprobs=[LOGPROB, end]) == response
 
 
 def test_the_end_of_a_stream_repeats_few_log_probabilities():

@@ -324,6 +324,51 @@ def test_shapes_hold_behind_the_reasoning(post, says, writer, thinking):
     assert shape(writer).json_object
 
 
+def test_shapes_hold_behind_reasoning_that_the_model_begins(post, says, writer, demo, monkeypatch):
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content.split('</think>')[-1] }}{% endfor %}[assistant]"
+    monkeypatch.setattr(demo.tokenizer, "chat_template", template)
+    says("<think>She moved.</think>{}")
+    message, _ = answered(post, tools=None, response_format={"type": "json_object"})
+    assert (message["reasoning_content"], message["content"]) == ("She moved.", "{}")
+    assert "<think>" in shape(writer).grammar
+    says("She moved.</think>In Oslo.")
+    for parser, content in (("qwen3", "She moved.</think>In Oslo."), ("deepseek_r1", "In Oslo.")):
+        answer = post(CHAT, body_of(tools=None), reasoning_parser=parser).json()
+        assert answer["choices"][0]["message"]["content"].strip() == content
+
+
+def test_an_answer_goes_on_within_the_reasoning(post, says, thinking, demo, monkeypatch):
+    monkeypatch.setattr(demo.tokenizer, "chat_template", "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}")
+    says("moved.</think>In Oslo.")
+    for said, expected in (("<think>She", ("moved.", "In Oslo.")), ("<think>x</think>She", (None, "moved.</think>In Oslo."))):
+        turns = [USER, {"role": "assistant", "content": said}]
+        body = body_of(tools=None, messages=turns, continue_final_message=True)
+        message = post(CHAT, body, reasoning_parser="qwen3").json()["choices"][0]["message"]
+        assert (message.get("reasoning_content"), message["content"].strip()) == expected
+
+
+@pytest.mark.parametrize("has_marker", [False, True])
+def test_usage_counts_the_tokens_of_the_reasoning(post, says, writer, thinking, demo, has_marker):
+    thought, rest = "She moved.\n</think>", "\n\nIn Oslo."
+    says(thought + rest if has_marker else thought[:-8] + rest)
+    ids = writer.token_ids
+    count = next((n for n in range(len(ids)) if "</think>" in demo.tokenizer.decode(ids[:n])), len(ids))
+    assert (count < len(ids)) is has_marker
+    answer = post(CHAT, body_of(tools=None, n=2)).json()
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 2 * count}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    text = post(CHAT, body_of(tools=None, stream=True, stream_options=options)).text
+    usages = [json.loads(line.removeprefix("data: "))["usage"] for line in text.splitlines() if line.startswith("data: {")]
+    assert usages[-1]["completion_tokens_details"] == {"reasoning_tokens": count}
+    asked = {"input": "Where?", "max_output_tokens": 200}
+    usage = post("/v1/responses", asked).json()["usage"]
+    assert usage["output_tokens_details"] == {"reasoning_tokens": count}
+    usage = post("/v1/messages", {"messages": [USER], "max_tokens": 200}).json()["usage"]
+    assert usage["output_tokens_details"] == {"thinking_tokens": count}
+    off = body_of(tools=None, chat_template_kwargs={"enable_thinking": False})
+    assert post(CHAT, off).json()["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 def test_shapes_hold_for_answers_without_calls(post, says, writer):
     says("{}")
     for choice, has_shape, has_calls in (("auto", True, True), ("required", False, True), ("none", True, False)):
