@@ -26,7 +26,8 @@ class StructuredOutputsParams:
         json: JSON schema of the text, as a text or a mapping; kept as a text.
         regex: regular expression that the whole text matches, in the syntax of Rust's crate `regex`, without look-around.
         choice: texts of which the answer is one, at most 4096; kept as a tuple.
-        grammar: context-free grammar in llguidance's dialect of Lark, whose rule `start` the text follows.
+        grammar: context-free grammar in llguidance's dialect of Lark, whose rule `start` the text follows, or in llama.cpp's
+            GBNF, whose rule `root` it follows.
         json_object: whether the text is any JSON object.
         disable_any_whitespace: whether JSON is written without whitespace between its tokens.
 

@@ -42,22 +42,25 @@ class Tools:
         mode: whether an answer may call functions, may not, or must.
         named: name of the only function that an answer calls; None for any.
         parallel: whether an answer may hold several calls.
+        allowed: names of the functions that an answer may call; None for all.
     """
 
     tools: tuple[Tool, ...]
     mode: Mode = "auto"
     named: str | None = None
     parallel: bool = True
+    allowed: frozenset[str] | None = None
 
     @property
     def callable(self) -> Sequence[Tool]:
         """Return the functions that the answer may call."""
-        return [tool for tool in self.tools if self.named in (None, tool.name)]
+        return [t for t in self.tools if self.named in (None, t.name) and (self.allowed is None or t.name in self.allowed)]
 
     @property
     def is_enforced(self) -> bool:
         """Return whether a grammar holds the answer to its calls."""
-        return self.mode == "required" or (self.mode == "auto" and any(tool.strict for tool in self.tools))
+        may_not = len(self.callable) < len(self.tools) or any(tool.strict for tool in self.tools)
+        return self.mode == "required" or (self.mode == "auto" and may_not)
 
     @property
     def most_calls(self) -> int:

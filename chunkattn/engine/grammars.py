@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
 from chunkattn.engine.vocabulary import Vocabulary
@@ -33,6 +34,7 @@ _LIMITS: dict[str, Any] = {
 """Limits on the work of one mask, whose slowest took 12 ms on a core of 2 GHz, of 17 grammars that were tried."""
 _WHITESPACE = r"[ \n\r\t]{0,20}"
 """White space between two tokens of JSON: a model that goes on with spaces would reach its limit of tokens."""
+_GBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _LONGEST_REASON = 400
 _EXCERPT = re.compile(r"\n *\d+ \| |<state>|<non-verbose/>")
 """Begin of the lines of the grammar, or of its state, which follow the library's words on an error."""
@@ -42,10 +44,10 @@ def grammar_of(shape: StructuredOutputsParams) -> str:
     """Return the grammar of a shape, in llguidance's dialect of Lark.
 
     Raises:
-        RequestError: a schema is no JSON, or nested too deep.
+        RequestError: a schema is no JSON, or nested too deep; or a grammar in GBNF is malformed.
     """
     if shape.grammar is not None:
-        return f"{shape.grammar}\n{_HEADER}"
+        return f"{_lark_of(shape.grammar)}\n{_HEADER}"
     if shape.regex is not None:
         return f"{_HEADER}start: /{regex_to_lark(shape.regex, use_ascii='')}/"
     if shape.choice is not None:
@@ -64,6 +66,20 @@ def grammar_of(shape: StructuredOutputsParams) -> str:
         compact = {"whitespace_flexible": False} if shape.disable_any_whitespace else {}
         schema = {**schema, "x-guidance": ({} if compact else {"whitespace_pattern": _WHITESPACE}) | asked | compact}
     return f"{_HEADER}start: %json {json.dumps(schema)}"
+
+
+def _lark_of(grammar: str) -> str:
+    """Return a grammar in Lark's dialect as it is, and one of llama.cpp's GBNF translated.
+
+    Raises:
+        RequestError: the GBNF is malformed.
+    """
+    if not _GBNF_ROOT.search(grammar):
+        return grammar
+    try:
+        return gbnf_to_lark(grammar).replace("%llguidance {}", "", 1)
+    except Exception as error:
+        raise refused(f"grammar is no GBNF that llguidance reads: {error}") from None
 
 
 def refused(reason: str) -> RequestError:

@@ -25,6 +25,7 @@ from chunkattn.schema.citations import CitationsField
 from chunkattn.schema.parts import chat_message, titled
 from chunkattn.schema.rendered import Rendered
 from chunkattn.schema.shapes import SHAPE_FIELDS
+from chunkattn.schema.tool_choice import AllowedChoice, FunctionChoice, NamedChoice
 from chunkattn.structured_outputs import PARAM
 from chunkattn.web.errors import ApiError, renamed
 
@@ -288,19 +289,6 @@ class Message(MessageNoEffect):
 Messages = Annotated[FastList[Message], Field(max_length=MAX_MESSAGES)]
 
 
-class NamedFunction(Entry):
-    """Name of a function."""
-
-    name: str
-
-
-class NamedChoice(Entry):
-    """Choice of the function that an answer calls."""
-
-    type: Literal["function"] = "function"
-    function: NamedFunction
-
-
 class WithDocuments(Body):
     """Fields of the documents of a conversation."""
 
@@ -327,9 +315,9 @@ class ChatBody(Sampling, Rendered, WithDocuments, ChatNoEffect):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tool_choice: Literal["auto", "none", "required"] | NamedChoice | None = None
-    """Choice of the answer: it may call tools (`auto`, the default with tools), may not (`none`), must (`required`), or calls
-    the one that is named. The prompt shows the tools in each case."""
+    tool_choice: Literal["auto", "none", "required"] | FunctionChoice | None = None
+    """Choice of the answer: it may call tools (`auto`, the default with tools), may not (`none`), must (`required`), calls the
+    one that is named, or may or must call those of `allowed_tools`. The prompt shows all tools in each case."""
     parallel_tool_calls: bool = True
     """Allow several calls in one answer."""
     include_reasoning: bool = True
@@ -354,8 +342,10 @@ class ChatBody(Sampling, Rendered, WithDocuments, ChatNoEffect):
             ApiError: 400, it needs tools, or names none of them.
         """
         choice, names = self.tool_choice, [tool.function.name for tool in self.tools or ()]
-        if isinstance(choice, NamedChoice) and choice.function.name not in names:
-            text = f"tool_choice names {choice.function.name[:160]!r}, which is none of the tools"
+        named = [choice] if isinstance(choice, NamedChoice) else []
+        named += choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else []
+        if unknown := next((one.function.name for one in named if one.function.name not in names), None):
+            text = f"tool_choice names {unknown[:160]!r}, which is none of the tools"
             raise ApiError(400, text, param="tool_choice", code="invalid_value")
         if choice == "required" and not names:
             raise ApiError(400, "tool_choice required needs tools", param="tool_choice", code="invalid_value")
@@ -367,6 +357,9 @@ class ChatBody(Sampling, Rendered, WithDocuments, ChatNoEffect):
             return None
         if isinstance(choice, NamedChoice):
             return Tools(functions, "required", choice.function.name, self.parallel_tool_calls)
+        if isinstance(choice, AllowedChoice):
+            allowed = frozenset(one.function.name for one in choice.allowed_tools.tools)
+            return Tools(functions, choice.allowed_tools.mode, None, self.parallel_tool_calls, allowed)
         return Tools(functions, choice, None, self.parallel_tool_calls)
 
     def name_as(self, names: Mapping[str, str]) -> None:

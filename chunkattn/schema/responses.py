@@ -131,6 +131,14 @@ class FunctionChoice(Strict):
     name: ToolName
 
 
+class AllowedChoice(Strict):
+    """Choice of the functions that the model may call, of all that the prompt shows."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[FastList[Annotated[FunctionChoice, Kinds()]], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
 class PlainFormat(Strict):
     """Any text."""
 
@@ -204,8 +212,8 @@ class ResponsesBody(Translated, SharedNoEffect):
     """`{"effort"}`, the variable `reasoning_effort` of the chat template."""
     tools: Annotated[FastList[Annotated[FunctionTool, Kinds()]], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call."""
-    tool_choice: Literal["auto", "none", "required"] | Annotated[FunctionChoice, Kinds()] | None = None
-    """Choice of functions: `auto`, `none`, `required`, or `{"type": "function", "name"}`."""
+    tool_choice: Literal["auto", "none", "required"] | Annotated[FunctionChoice | AllowedChoice, Kinds()] | None = None
+    """Choice of functions: `auto`, `none`, `required`, `{"type": "function", "name"}`, or `allowed_tools` as OpenAI has it."""
     parallel_tool_calls: bool | None = None
     """Allow several calls in one answer."""
     include: FastList[Includable] | None = None

@@ -68,11 +68,19 @@ def _tools(body: Object) -> dict[str, Any]:
     if not tools and choice in ("auto", "none"):
         choice = None
     if isinstance(choice, Mapping):
-        choice = {"type": "function", "function": {"name": choice["name"]}}
+        choice = _choice(choice)
     given = {"tool_choice": choice}
     if tools:
         given["tools"] = [{"type": "function", "function": present(tool, _FUNCTION)} for tool in tools]
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _choice(choice: Object) -> dict[str, Any]:
+    """Return the choice of one function, or of several that are allowed."""
+    if choice["type"] == "allowed_tools":
+        allowed = {"mode": choice["mode"], "tools": [*map(_choice, choice["tools"])]}
+        return {"type": "allowed_tools", "allowed_tools": allowed}
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 def _response_format(form: Object) -> dict[str, Any] | None:

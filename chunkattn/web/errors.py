@@ -69,6 +69,7 @@ _INSTEAD = {
     "chat_template": ": a template is a program, and may run forever; start the server with --chat-template",
     "conversation": _STATELESS,
     "previous_response_id": _STATELESS,
+    **{f"guided_{name}": f'; send structured_outputs: {{"{name}": ...}}' for name in ("json", "regex", "choice", "grammar")},
 }
 """Advice for fields of other servers that this one has no field for."""
 _WORD = re.compile(r"\w+")

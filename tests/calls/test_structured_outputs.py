@@ -67,7 +67,9 @@ def test_answers_that_ended_validate(demo, count):
 
 def test_other_shapes(demo):
     lark = 'start: "<" WORD ("," WORD)* ">"\nWORD: /[a-z]{2,4}/\n'
+    gbnf = 'root ::= "<" word ("," word)* ">"\nword ::= [a-z] [a-z] [a-z]? [a-z]?\n'
     shapes = {
+        "GBNF": (StructuredOutputsParams(grammar=gbnf), re.compile("<[a-z]{2,4}(,[a-z]{2,4})*>").fullmatch),
         "choice": (CHOICE, lambda text: text in CHOICE.choice),
         "regex": (StructuredOutputsParams(regex=r"[A-C]{3}/\d{2}"), re.compile(r"[A-C]{3}/\d{2}").fullmatch),
         "grammar": (StructuredOutputsParams(grammar=lark), re.compile("<[a-z]{2,4}(,[a-z]{2,4})*>").fullmatch),
@@ -135,6 +137,8 @@ def test_a_shape_that_is_refused(demo):
         "too deep": StructuredOutputsParams(json="[" * 9000),
         "recursion limit": StructuredOutputsParams(json='{"items":' * 300 + "{}" + "}" * 300),
         "unknown name": StructuredOutputsParams(grammar="start: nothing"),
+        "no GBNF .*'nothing' not found": StructuredOutputsParams(grammar="root ::= nothing"),
+        "no GBNF .*recursion": StructuredOutputsParams(grammar=f"root ::= {'(' * 40_000}"),
         "no text has this shape|NoExtension": StructuredOutputsParams(json={"$ref": "#"}),
     }
     for words, shape in shapes.items():

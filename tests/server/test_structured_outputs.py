@@ -100,6 +100,10 @@ def test_bad_shapes_are_refused_while_others_go_on(http, demo_server):
         answer = http.post(CHAT, json=chat(response_format=response_format))
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "response_format"), error
+    for name in ("json", "regex", "choice", "grammar"):
+        error = http.post(CHAT, json=chat(**{f"guided_{name}": "x"})).json()["error"]
+        assert error["param"] == f"guided_{name}"
+        assert f'structured_outputs: {{"{name}"' in error["message"]
     both = http.post(CHAT, json=chat(response_format={"type": "json_object"}, structured_outputs=COMPACT))
     assert both.status_code == 400
     assert "exclude each other" in both.json()["error"]["message"]

@@ -242,6 +242,29 @@ def test_grammars_enforce_calls(post, says, writer):
     assert shape(writer) is None
 
 
+def allowed(*names, mode="auto"):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_allowed_tools_are_the_only_ones_called(post, says, writer, demo):
+    says(CALLS)
+    answered(post)
+    shown = prompt(writer, demo)
+    for mode in ("auto", "required"):
+        answered(post, tool_choice=allowed("now", mode=mode))
+        assert "find" not in shape(writer).grammar
+        assert "now" in shape(writer).grammar
+        assert prompt(writer, demo) == shown
+    answered(post, tool_choice=allowed("now", "find"))
+    assert shape(writer) is None
+    tools = [{"type": "function", **tool["function"]} for tool in (FIND, NOW)]
+    choice = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "now"}]}
+    answer = post("/v1/responses", {"input": "Where?", "tools": tools, "tool_choice": choice})
+    assert answer.json()["tool_choice"] == choice
+    assert "find" not in shape(writer).grammar
+
+
 # Errors
 
 
@@ -263,6 +286,10 @@ ERRORS = [
     ({"tool_choice": {"type": "function", "function": {"name": "lose"}}}, "tool_choice", "'lose', which is none of the tools"),
     ({"tool_choice": {"type": "function"}}, "tool_choice", ""),
     ({"tool_choice": "always"}, "tool_choice", ""),
+    ({"tool_choice": allowed("now", "lose")}, "tool_choice", "'lose', which is none of the tools"),
+    ({"tool_choice": allowed()}, "tool_choice", ""),
+    ({"tool_choice": allowed("now", mode="none")}, "tool_choice", ""),
+    ({"tools": None, "tool_choice": allowed("now")}, "tool_choice", "'now', which is none of the tools"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"functions": [{"name": "f"}]}, "functions", "not supported"),
 ]
