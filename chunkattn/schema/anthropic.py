@@ -178,7 +178,14 @@ class MessagesBody(Translated):
     translate = staticmethod(messages_chat)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_stops(self) -> Self:
         if self.stop_sequences and self.stop:
             raise ValueError("stop_sequences and stop name one argument; give one of them")
         return self
+
+
+class CountBody(MessagesBody):
+    """Request body of `/v1/messages/count_tokens`: a message whose answer is not generated."""
+
+    max_tokens: int = 1
+    """No effect: nothing is generated."""

@@ -324,6 +324,7 @@ ROUTES: dict[str, Route] = {
     "/v1/chat/completions": Route(_chat),
     "/v1/responses": Route(lambda body, separator: _chat(responses_chat(body), separator)),
     "/v1/messages": Route(lambda body, separator: _chat(messages_chat(body), separator)),
+    "/v1/messages/count_tokens": Route(lambda body, separator: _chat(messages_chat(body), separator), is_cached=False),
     "/v1/cache/documents": Route(_stored, named=None),
     "/v1/cache/forget": Route(_stored, named=None, is_cached=False),
     "/v1/score": _PAIRS,

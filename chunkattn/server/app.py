@@ -30,7 +30,7 @@ from chunkattn.web.cors import cors_options
 from chunkattn.web.keys import API_KEY_HEADER
 from chunkattn.web.middleware import METRICS_PATH, Gate, HeadAsGet
 from chunkattn.web.options import ServerConfig
-from chunkattn.web.paths import MESSAGES_PATH
+from chunkattn.web.paths import ANTHROPIC_PATHS
 from chunkattn.web.route_table import RouteTable
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class _App(FastAPI):
             header = {API_KEY_HEADER: {"type": "apiKey", "in": "header", "name": API_KEY_HEADER}}
             schema["components"]["securitySchemes"] = schemes | header
             schema["security"] = security
-            schema["paths"][MESSAGES_PATH]["post"]["security"] = [*security, {API_KEY_HEADER: []}]
+            for path in ANTHROPIC_PATHS:
+                schema["paths"][path]["post"]["security"] = [*security, {API_KEY_HEADER: []}]
         elif self.state.server.config.metrics_key is not None:
             schema["components"]["securitySchemes"] = schemes
             schema["paths"][METRICS_PATH]["get"]["security"] = security

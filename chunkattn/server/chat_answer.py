@@ -62,13 +62,21 @@ class Chat(Answer):
         self.caller.take(1)
         return [self.state.llm.stream(self._job, timeout=self.state.config.request_timeout_s, snapshots=False)]
 
-    def _job(self) -> GenerateJob:
-        """Return the job of the conversation."""
+    def prompt(self) -> ParsedPrompt:
+        """Return the prompt of the conversation.
+
+        Raises:
+            RequestError: the conversation cannot be rendered, or does not fit.
+        """
         frontend, body = self.state.llm.frontend, self.body
         messages = [m.plain() for m in body.messages]
-        options = body.template_options()
         how: dict[str, Any] = {"chunk_mode": body.chunk_mode, "citations": self.citations}
-        (parsed,) = frontend.parse_chat([messages], self.documents, options, self.focus, **how)
+        (parsed,) = frontend.parse_chat([messages], self.documents, body.template_options(), self.focus, **how)
+        return parsed
+
+    def _job(self) -> GenerateJob:
+        """Return the job of the conversation."""
+        frontend, parsed = self.state.llm.frontend, self.prompt()
         self._hold_to_form(parsed)
         job = self.job_of(parsed, most_tokens=frontend.sampling_defaults.get("max_tokens"))
         self.check_generated(job, parsed)

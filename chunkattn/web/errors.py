@@ -27,7 +27,7 @@ from chunkattn.errors import (
     QueueFullError,
     RequestError,
 )
-from chunkattn.web.paths import MESSAGES_PATH
+from chunkattn.web.paths import ANTHROPIC_PATHS
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +153,7 @@ def error_body(error: ApiError, path: str, request_id: str) -> dict[str, Any]:
         request_id: id of the request.
     """
     body = error.body
-    if not path.endswith(MESSAGES_PATH):
+    if not path.endswith(ANTHROPIC_PATHS):
         return body
     kind = _MESSAGES_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     return {"type": "error", "error": body["error"] | {"type": kind}, "request_id": request_id}

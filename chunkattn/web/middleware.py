@@ -17,7 +17,7 @@ from chunkattn.request_record import RECORD, RequestRecord
 from chunkattn.web.errors import ApiError, api_error, error_body, too_large
 from chunkattn.web.http_state import HttpState
 from chunkattn.web.keys import API_KEY_HEADER, Caller, with_bearer
-from chunkattn.web.paths import MESSAGES_PATH, OPEN_PATHS
+from chunkattn.web.paths import ANTHROPIC_PATHS, OPEN_PATHS
 from chunkattn.web.request_log import TIMING_HEADER, TOKENS_HEADER, fields_of, text_of, timing_header, tokens_header
 from chunkattn.web.tracing import RequestSpan
 
@@ -52,7 +52,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         _drop_last_slash(scope)
-        if scope["path"].endswith(MESSAGES_PATH):
+        if scope["path"].endswith(ANTHROPIC_PATHS):
             scope["headers"] = with_bearer(scope["headers"])
         headers, record, status, replica = Headers(scope=scope), RequestRecord(time.perf_counter()), 0, None
         span = RequestSpan(headers, scope["method"])
@@ -91,7 +91,7 @@ class Gate:
                 if self.config.timing_headers and (summary := record.summary()) is not None:
                     answered[TIMING_HEADER] = timing_header(summary, time.perf_counter() - record.began)
                     answered[TOKENS_HEADER] = tokens_header(summary)
-                if scope["path"].endswith(MESSAGES_PATH):
+                if scope["path"].endswith(ANTHROPIC_PATHS):
                     answered["Request-Id"] = request_id
                 if route_path(scope) in _TYPESAFE_PATHS:
                     answered["X-Typesafe-Request-Id"] = request_id

@@ -12,7 +12,7 @@ from tests.server.test_response_form import COMMON, USAGE, call, chunk
 
 pytest_plugins = ["tests.told_engine"]
 
-CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+CHAT, MESSAGES, COUNT = "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"
 USER = {"role": "user", "content": "Where is Ana?"}
 BODY = {"messages": [USER], "max_tokens": 5}
 FUNCTION = {"name": "find", "description": "Find.", "parameters": {"type": "object"}}
@@ -136,6 +136,22 @@ def test_the_engine_gets_what_it_gets_of_a_chat(post, writer):
     message, content = answers[0].json(), answers[1].json()["choices"][0]["message"]["content"]
     assert message["content"] == [{"type": "text", "text": content, "citations": None}]
     assert message["usage"]["input_tokens"] == answers[1].json()["usage"]["prompt_tokens"]
+
+
+def test_the_tokens_of_a_prompt_are_counted(post, writer):
+    """The count is that of the prompt that the same message reads, with whatever is a part of it."""
+    body = {"messages": [USER], "system": "Be kind.", "documents": ["Ana is in Oslo.", "Rumi is a poet."]}
+    for fields in ({}, {"tools": [TOOL], "tool_choice": {"type": "any"}}, {"thinking": {"type": "disabled"}, "stream": True}):
+        told = post(COUNT, body | fields).json()
+        fields.pop("stream", None)
+        fields.pop("tool_choice", None)
+        usage = post(MESSAGES, body | fields | {"max_tokens": 2}).json()["usage"]
+        assert told == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    assert len(writer.requests) == 3
+    answer = post(COUNT, {"messages": []})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "messages")
+    assert answer.json()["type"] == "error"
+    assert answer.headers["request-id"]
 
 
 REFUSED = [

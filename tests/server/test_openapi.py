@@ -41,6 +41,7 @@ SOUND = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 4},
     "/v1/responses": {"input": "Where?", "max_output_tokens": 4},
     "/v1/messages": {"messages": [{"role": "user", "content": "Where?"}], "max_tokens": 4},
+    "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Where?"}]},
     "/v1/score": {"query": "Who?", "items": ["Ana", "Ben"], "labels": ["yes"]},
     "/generative_scoring": {"query": [5, 6], "items": [[7], [8, 9]], "label_token_ids": [3]},
     "/v1/rerank": {"query": "Who?", "documents": ["Ana", "Ben"]},
@@ -111,7 +112,7 @@ def test_errors_are_described():
         assert ("422" in answers) == (path == "/v1/systemone")
         for status, answer in answers.items():
             if status >= "400" and (status, path) not in {("503", path) for path in OPEN_PATHS}:
-                name = "MessagesErrorResponse" if path == "/v1/messages" else "ErrorResponse"
+                name = "MessagesErrorResponse" if path.startswith("/v1/messages") else "ErrorResponse"
                 assert answer["content"]["application/json"]["schema"]["$ref"].endswith(f"/{name}")
     assert "application/json" not in found["get", "/metrics"]["responses"]["200"]["content"]
     for path in ("completions", "chat/completions", "responses", "messages"):
@@ -143,7 +144,7 @@ def test_errors_look_as_described(status, method, path, config, request_options)
     app = create_app(AsyncLLM(), ServerConfig(**config))
     answer = TestClient(app, base_url="http://localhost").request(method, path, **request_options)
     assert answer.status_code == status
-    model = MessagesErrorResponse if path == "/v1/messages" else ErrorResponse
+    model = MessagesErrorResponse if path.startswith("/v1/messages") else ErrorResponse
     model.model_validate_json(answer.content, strict=True, extra="forbid")
     assert str(status) in operations(app)[method, path]["responses"]
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from chunkattn.schema.anthropic import MessagesBody
+from chunkattn.schema.anthropic import CountBody, MessagesBody
 from chunkattn.schema.decisions import DecisionsBody
 from chunkattn.schema.documents import CacheBody, ForgetBody
 from chunkattn.schema.generation import ChatBody, CompletionBody
@@ -19,6 +19,7 @@ MODELS = {
     "/v1/chat/completions": ChatBody,
     "/v1/responses": ResponsesBody,
     "/v1/messages": MessagesBody,
+    "/v1/messages/count_tokens": CountBody,
     "/v1/cache/documents": CacheBody,
     "/v1/cache/forget": ForgetBody,
     "/v1/score": ScoreBody,
@@ -133,6 +134,10 @@ BODIES = {
         {"input": SAID, "tools": [{"type": "function", **TOOL["function"]}], "tool_choice": "auto"},
         {"input": SAID, "documents": LISTED, "reasoning": {"effort": "high"}, "instructions": None},
         {"input": [{"role": "user", "content": "Who?"}], "documents": LISTED[:2], "stream": True, "text": None},
+    ],
+    CountBody: [
+        {"messages": TURNS, "system": "Be brief.", **SHOWN},
+        {"messages": TURNS[:1], "system": [BLOCK, BLOCK], "documents": LISTED},
     ],
     MessagesBody: [
         {"messages": TURNS, "max_tokens": 4, "system": "Be brief.", **SHOWN},
