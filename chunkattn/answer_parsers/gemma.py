@@ -52,7 +52,7 @@ class FunctionGemma(ToolParser):
         is_whole = yield from self._value(source, sink, _MAX_DEPTH)
         if not is_whole:
             yield from source.drop_cut((self.quote,))
-        yield from source.until((self.closing,), sink.content if is_whole else sink.arguments)
+        yield from source.until((self.closing,), sink.content if is_whole else sink.arguments, drops_cut=True)
         yield from source.took(self.closing)
         return True
 

@@ -65,7 +65,7 @@ class Llama3(CallsAtBeginning):
             yield from source.took(";")
             yield from source.space()
             if not (yield from source.starts("{")) or (yield from call.read(source, sink)) is Found.NONE:
-                source.rewind()
+                yield from source.rewind_unless_cut()
                 return True
 
     def calls(self, grammar: Grammar, tools: Tools) -> str:
@@ -109,7 +109,8 @@ class Mistral(ToolParser):
         while True:
             yield from source.space()
             if (yield from call.read(source, sink)) is Found.NONE:
-                source.rewind()
+                if has_begun:
+                    yield from source.rewind_unless_cut()
                 return has_begun
             has_begun = True
             source.mark()
@@ -142,7 +143,8 @@ class Hermes(ToolParser):
         yield from source.space()
         if (found := (yield from JsonCall(_is_name).read(source, sink))) is Found.NONE:
             return False
-        yield from source.until(("</tool_call>",), sink.arguments if found is Found.BROKEN else sink.content)
+        emit = sink.arguments if found is Found.BROKEN else sink.content
+        yield from source.until(("</tool_call>",), emit, drops_cut=True)
         yield from source.took("</tool_call>")
         return True
 

@@ -50,7 +50,8 @@ class Pythonic(CallsAtBeginning):
             yield from source.space()
             name = ((yield from source.line_until(("(",), _NAME_CHAR)) or "").rstrip()
             if name not in tools.by_name or (arguments := (yield from self._arguments(source))) is None:
-                source.rewind()
+                if has_begun:
+                    yield from source.rewind_unless_cut()
                 return has_begun
             source.release()
             has_begun = True

@@ -54,6 +54,7 @@ class QwenXml(ToolParser):
             yield from source.space()
             yield from source.took("</function>")
             yield from source.space()
+            yield from source.drop_cut(("</tool_call>",))
             yield from source.took("</tool_call>")
         return True
 

@@ -28,7 +28,7 @@ class Source:
     """
 
     def __init__(self) -> None:
-        self._text, self._at, self._is_marked = "", 0, False
+        self._text, self._at, self._is_marked, self._is_cut = "", 0, False, False
         self._dropped = 0  # characters before `_text`
         self.ended = False
 
@@ -52,11 +52,24 @@ class Source:
     def mark(self) -> None:
         """Mark the place, for `rewind`. The text behind it is kept until `rewind` or `release`."""
         self._drop()
-        self._is_marked = True
+        self._is_marked, self._is_cut = True, False
 
     def rewind(self) -> None:
         """Return to the mark, and drop it."""
         self._at, self._is_marked = 0, False
+
+    def cut_off(self) -> Wait[bool]:
+        """Return whether the text ends at the place, or within a marker that was sought there; the rest is stepped over."""
+        if (yield from self.more()) and not self._is_cut:
+            return False
+        self._at = len(self._text)
+        return True
+
+    def rewind_unless_cut(self) -> Wait[None]:
+        """Drop the mark, and return to it unless what was read behind it is cut off."""
+        if not (yield from self.cut_off()):
+            self.rewind()
+        self.release()
 
     def release(self) -> None:
         """Drop the mark."""
@@ -87,6 +100,7 @@ class Source:
         while True:
             held = self._text[self._at : self._at + len(marker)]
             if held == marker or not marker.startswith(held) or self.ended:
+                self._is_cut |= bool(held) and held != marker and marker.startswith(held)
                 return held == marker
             yield
 
@@ -99,7 +113,7 @@ class Source:
     def drop_cut(self, markers: tuple[str, ...]) -> Wait[None]:
         """Step over the beginning of a marker with which the text ends."""
         for marker in markers:
-            if not (yield from self.starts(marker)) and marker.startswith(self._text[self._at :]):
+            if not (yield from self.starts(marker)) and self._is_cut:
                 self._at = len(self._text)
 
     def space(self) -> Wait[None]:
@@ -174,6 +188,7 @@ class Source:
             if char == "\\":
                 while len(self._text) - self._at < 2:
                     if self.ended:
+                        self._at = len(self._text)
                         return False
                     yield
                 end = self._at + 2

@@ -52,10 +52,19 @@ class ToolParser(ABC):
         """
 
     def read(self, source: Source, sink: Sink, tools: Tools) -> Wait[None]:
-        """Read an answer: content, with calls at the openings. A text that is no call is content."""
-        while (found := (yield from source.until(self.openings, sink.content))) is not None:
+        """Read an answer: content, with calls at the openings. A text that is no call is content.
+
+        The beginning of a call that the end cuts off is none, where calls come alone or behind another one.
+        """
+        while True:
+            drops_cut = sink.calls > 0 or tools.mode == "required"
+            found = yield from source.until(self.openings, sink.content, drops_cut=drops_cut)
+            if found is None:
+                return
             source.mark()
             if not (yield from self.read_calls(source, sink, tools)):
+                if drops_cut and (yield from source.cut_off()):
+                    return
                 source.rewind()
                 sink.content(found)
                 yield from source.took(found)

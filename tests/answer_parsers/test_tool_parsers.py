@@ -196,6 +196,21 @@ def test_a_call_that_has_begun_keeps_what_was_written(form, text, arguments):
     assert call.arguments == arguments
 
 
+@pytest.mark.parametrize("form", [form for form in TEMPLATES if form != "pythonic repr"])
+def test_a_cut_answer_holds_the_beginning_of_its_calls(form):
+    """Wherever a limit cuts an answer, its calls are a beginning of the whole answer's, and no part of a call is content."""
+    text = written(form, [{"name": "get_weather", "arguments": {"city": 'a<\n"b\\', "days": 3}}] * 2)
+    whole = [(call.name, call.arguments) for call in read(form, [text]).calls]
+    assert len(whole) == 2
+    for end in range(len(text)):
+        cut = read(form, [text[:end]])
+        assert cut == read(form, [*text[:end]] or [""])
+        assert not (cut.calls and cut.content), text[:end]
+        for found, (name, arguments) in zip(cut.calls, whole, strict=False):
+            assert found.name == name
+            assert arguments.startswith(found.arguments), text[:end]
+
+
 OTHER_FORMS = [
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', {"a": 1}),
     ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', {"a": 1}),
