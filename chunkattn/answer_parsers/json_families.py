@@ -35,7 +35,7 @@ def _json_call(grammar: Grammar, tool: Tool, key: str) -> str:
 
 def _arguments(grammar: Grammar, tool: Tool) -> str:
     """Return the rule of a function's arguments: those of its schema, and further ones only where the schema says so."""
-    is_open = not tool.parameters.get("properties") or any(word in tool.parameters for word in _FURTHER)
+    is_open = "properties" not in tool.parameters or any(word in tool.parameters for word in _FURTHER)
     return grammar.json(tool.parameters if is_open else {**tool.parameters, "additionalProperties": False})
 
 

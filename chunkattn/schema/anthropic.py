@@ -94,6 +94,11 @@ class Tool(Strict):
     input_schema: dict[str, Any]
     strict: bool | None = None
     cache_control: CacheControl = None
+    eager_input_streaming: Annotated[bool | None, no_effect("true or false", "arguments are sent as they are written")] = None
+    defer_loading: Annotated[bool, only(False), no_effect("false", "the prompt shows every tool")] = False
+    allowed_callers: Annotated[
+        list[str] | None, only(["direct"], []), no_effect('["direct"]', "tools are called by the answer alone")
+    ] = None
 
 
 def _of_client(tool: Any) -> Any:

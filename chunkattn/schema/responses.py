@@ -122,6 +122,7 @@ class FunctionTool(Strict):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    defer_loading: Annotated[bool, only(False), no_effect("false", "the prompt shows every tool")] = False
 
 
 class FunctionChoice(Strict):

@@ -240,6 +240,10 @@ def test_arguments_are_those_of_the_schema(form, tokenizer, grammars):
     grammar = grammar_of(form, Tools((Tool("f", schema),), "required"), tokenizer)
     assert accepts(grammars, grammar, tokenizer, written(form, [{"name": "f", "arguments": {"a": 1}}]))
     assert not accepts(grammars, grammar, tokenizer, written(form, [{"name": "f", "arguments": {"a": 1, "b": 2}}]))
+    grammar = grammar_of(form, Tools((Tool("f", {"type": "object", "properties": {}}),), "required"), tokenizer)
+    for arguments in ({}, {"a": 1}):
+        allowed = accepts(grammars, grammar, tokenizer, written(form, [{"name": "f", "arguments": arguments}]))
+        assert allowed is (not arguments)
 
 
 def test_recursive_values_of_gemma(tokenizer, grammars):

@@ -96,6 +96,8 @@ def test_bad_shapes_are_refused_while_others_go_on(http, demo_server):
         {"type": "json_schema", "json_schema": {"name": "x"}},
         {"type": "json_object", "json_schema": {"schema": {}}},
         {"type": "json_schema", "json_schema": {"schema": {"type": 3}}},
+        {"type": "json_schema", "json_schema": {"schema": {}, "name": 5}},
+        {"type": "json_schema", "json_schema": {"schema": {}, "strict": "yes"}},
     ):
         answer = http.post(CHAT, json=chat(response_format=response_format))
         error = answer.json()["error"]
