@@ -136,13 +136,16 @@ def test_anthropic_calls_tools(server):
 
     client = anthropic.Anthropic(base_url=server, api_key="none", max_retries=0)
     schema = {"type": "object", "properties": {"city": {"enum": [*CITIES]}}, "required": ["city"]}
-    answer = client.messages.create(
-        model=MODEL,
-        max_tokens=100,
-        messages=[{"role": "user", "content": QUESTION}],
-        tools=[{"name": "look_up", "description": "Look a city up.", "input_schema": schema}],
-        tool_choice={"type": "tool", "name": "look_up"},
-    )
+    asked = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "tools": [{"name": "look_up", "description": "Look a city up.", "input_schema": schema}],
+        "tool_choice": {"type": "tool", "name": "look_up"},
+    }
+    answer = client.messages.create(**asked, max_tokens=100)
+    usage = answer.usage
+    count = client.messages.count_tokens(**asked).input_tokens
+    assert count == usage.input_tokens + usage.cache_read_input_tokens
     assert answer.stop_reason == "tool_use"
     (call,) = (block for block in answer.content if block.type == "tool_use")
     assert call.input["city"] in CITIES
