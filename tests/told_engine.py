@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from chunkattn.async_llm import AsyncLLM
+from chunkattn.engine.grammars import Grammars
 from chunkattn.engine.messages import (
     CachedTokens,
     GenerateRequest,
@@ -121,3 +122,24 @@ def post(llm, writer):
         return asyncio.run(once())
 
     return call
+
+
+@pytest.fixture
+def compiled(llm, monkeypatch):
+    """Compile grammars in this process: the engine that computes nothing has no vocabulary."""
+
+    async def check(shape, vocabulary):
+        Grammars(vocabulary).compile(shape)
+
+    monkeypatch.setattr(llm.client, "check_shape", check)
+
+
+@pytest.fixture
+def says(writer, demo):
+    """A function that sets the text of all answers; they end by themselves."""
+
+    def set_text(text, reason="stop"):
+        writer.token_ids = (*demo.tokenizer(text, add_special_tokens=False).input_ids, 2)[: None if reason == "stop" else -1]
+        writer.reason = reason
+
+    return set_text

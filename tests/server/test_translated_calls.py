@@ -9,10 +9,9 @@ from pydantic import BaseModel, TypeAdapter
 
 from tests.server.test_responses import ask as ask
 from tests.server.test_tools import CALLED, CALLS, FIND, NOW
-from tests.server.test_tools import compiled as compiled
-from tests.server.test_tools import says as says
 
 pytest_plugins = ["tests.told_engine"]
+pytestmark = pytest.mark.usefixtures("compiled")
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 USER = {"role": "user", "content": "Where is Ana?"}
