@@ -7,11 +7,11 @@ from bisect import bisect_left
 from collections.abc import Iterable
 
 from chunkattn.outputs import Citation, CitationSource
-from chunkattn.parsers.markers import CLOSE, OPEN, Cited, name_of
+from chunkattn.parsers.markers import MARKER, OPEN, Cited, name_of
 
-_MARKER = re.compile(rf"[ \t]*({re.escape(OPEN)}[^\[\]]*{re.escape(CLOSE)})")
+_MARKER = re.compile(rf"[ \t]*({MARKER})")
 _SPACES = re.compile(r"[ \t]*\Z")
-_STATEMENT = re.compile(r"""(?:[.!?]["')\]]*\s+|[\u3002\uff01\uff1f\n]\s*)(?=\S)""")
+STATEMENT_END = re.compile(r"""(?:[.!?]["')\]]*\s+|[\u3002\uff01\uff1f\n]\s*)(?=\S)""")
 """End of a sentence or line that another statement follows."""
 
 
@@ -96,7 +96,7 @@ class CitedText:
                 self._open = Citation(last.start, last.end, last.text, (*last.sources, source))
             return
         begin, end = self._after, len(self.text)
-        for match in _STATEMENT.finditer(self.text, begin):
+        for match in STATEMENT_END.finditer(self.text, begin):
             begin = match.end()
         begin += len(self.text[begin:]) - len(self.text[begin:].lstrip())
         end = max(begin, len(self.text.rstrip()))

@@ -20,7 +20,6 @@ from chunkattn.outputs import CompletionOutput, Logprob, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.parsers.arguments import check_salt, salt_key
 from chunkattn.sampling_params import SamplingParams
-from chunkattn.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -294,11 +293,8 @@ def _checked_citing(params: SamplingParams, prompt: ParsedPrompt) -> SamplingPar
 
 
 def _citing(params: SamplingParams, prompt: ParsedPrompt) -> SamplingParams:
-    """Return parameters with the pattern of the documents that the prompt shows."""
-    if prompt.cited is None:
-        return params
-    shape = StructuredOutputsParams(regex=prompt.cited.pattern(prompt.shown))
-    return replace(params, structured_outputs=shape)
+    """Return parameters with the shape of answers that cite the documents which the prompt shows."""
+    return params if prompt.cited is None else replace(params, structured_outputs=prompt.cited.shape(prompt.shown))
 
 
 def with_adapters(prompts: Sequence[ParsedPrompt], requests: Any, cache_salt: str | None) -> list[ParsedPrompt]:

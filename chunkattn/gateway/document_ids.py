@@ -8,7 +8,7 @@ from typing import Any
 
 from chunkattn.adapter_salt import salted
 from chunkattn.documents.records import DocumentRecord
-from chunkattn.schema.parts import Route, route_of, stored_id
+from chunkattn.schema.parts import MALFORMED, Route, route_of, stored_id
 from chunkattn.web.errors import ApiError
 
 _BYTES_PER_ID = 6
@@ -67,10 +67,10 @@ def with_texts(path: str, body: Mapping[str, Any], find: Find) -> Mapping[str, A
     route, ids = _ids_of(path, body)
     if route is None or not ids:
         return body
-    documents = [*route.documents(body)]
+    documents, cites = [*route.documents(body)], _cites(route, body)
     for number, name in ids.items():
         place = _place(route, number)
-        documents[number] = _content(find(name, place), place, route, body)
+        documents[number] = _content(find(name, place), place, route, body, cites=cites)
     return route.with_documents(body, documents)
 
 
@@ -87,18 +87,26 @@ def _place(route: Route | None, number: int) -> str:
     return ".".join([*(route.place if route else ()), str(number)])
 
 
+def _cites(route: Route, body: Mapping[str, Any]) -> bool:
+    """Return whether the answer to a body cites documents. The replica refuses a malformed body."""
+    try:
+        return route.chat(body).get("citations") not in (None, False)
+    except MALFORMED:
+        return False
+
+
 def _rank_fields(body: Mapping[str, Any]) -> list[Any]:
     names = body.get("rank_fields")
     return names if isinstance(names, list) else []
 
 
-def _content(record: DocumentRecord, place: str, route: Route, body: Mapping[str, Any]) -> Any:
+def _content(record: DocumentRecord, place: str, route: Route, body: Mapping[str, Any], *, cites: bool) -> Any:
     """Return what takes the place of an id.
 
     Raises:
         ApiError: 400, the route cannot take the document in this form.
     """
-    source, cites = record.source, body.get("citations") not in (None, False)
+    source = record.source
     if route.named == "content" and not cites:
         return source
     if not isinstance(source, str):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from array import array
 from base64 import b32encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -13,9 +13,12 @@ from chunkattn.citations import REQUIRED, Citations, Document
 from chunkattn.errors import RequestError
 from chunkattn.layout import Names
 from chunkattn.parsers.encode import any_of
+from chunkattn.structured_outputs import StructuredOutputsParams
 
 OPEN, CLOSE = "[doc:", "]"
 """Beginning and end of every marker. No pattern of an answer holds the beginning without a marker of the prompt."""
+MARKER = rf"{re.escape(OPEN)}[^\[\]]*{re.escape(CLOSE)}"
+"""Pattern of a marker of any document."""
 BEHIND_MARKER = "\n"
 """Text between a marker and its document."""
 ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789_.:@-#"
@@ -62,11 +65,13 @@ class Cited:
         options: how the answer cites.
         markers: marker of each document in the caller's order; None for an empty one, which cannot be cited.
         ids: id of each document; None for a document without one.
+        around: function from the shape of the cited text to that of the whole answer; None for an answer that is all text.
     """
 
     options: Citations
     markers: tuple[str | None, ...]
     ids: tuple[str | None, ...]
+    around: Callable[[StructuredOutputsParams], StructuredOutputsParams] | None = None
 
     @property
     def instruction(self) -> str:
@@ -95,6 +100,11 @@ class Cited:
         if self.options.mode == REQUIRED and not markers:
             raise RequestError("citations are required, and the prompt has no document to cite", param="citations")
         return answer_pattern(markers, self.options.within if self.options.mode == REQUIRED else None)
+
+    def shape(self, shown: Iterable[int] | None = None) -> StructuredOutputsParams:
+        """Return the shape of the answers that cite documents of the prompt alone; see `pattern`."""
+        shape = StructuredOutputsParams(regex=self.pattern(shown))
+        return shape if self.around is None else self.around(shape)
 
 
 def cited_documents(documents: Sequence[Document], options: Citations, names: Names) -> Cited:

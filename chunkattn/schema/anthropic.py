@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from chunkattn.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS
-from chunkattn.schema.accepted import AN_OBJECT, NoEntries, ShallowObject, ShortText, no_effect, only
+from chunkattn.schema.accepted import AN_OBJECT, ShallowObject, ShortText, no_effect, only
 from chunkattn.schema.base import FastList, Strict
 from chunkattn.schema.decide import Kinds
 from chunkattn.schema.generation import MAX_MESSAGES
@@ -30,7 +30,53 @@ class TextBlock(Strict):
     type: Literal["text"]
     text: str
     cache_control: CacheControl = None
-    citations: Annotated[NoEntries, no_effect("an empty list", "the chat template does not get it")] = None
+    citations: Annotated[list[Any] | None, no_effect("a list", "the chat template does not get it")] = None
+
+
+class PlainSource(Strict):
+    """Document as a text."""
+
+    type: Literal["text"]
+    media_type: Annotated[str, only("text/plain")] = "text/plain"
+    data: str
+
+
+class BlockSource(Strict):
+    """Document as a text or text blocks."""
+
+    type: Literal["content"]
+    content: str | FastList[Annotated[TextBlock, Kinds()]]
+
+
+class DocumentCitations(Strict):
+    """Switch of the citations of a document."""
+
+    enabled: bool | None = None
+
+
+class DocumentBlock(Strict):
+    """Document, which becomes a chunk: its title and its context are lines before its text."""
+
+    type: Literal["document"]
+    source: Annotated[PlainSource | BlockSource, Kinds()]
+    title: str | None = None
+    context: str | None = None
+    citations: DocumentCitations | None = None
+    cache_control: CacheControl = None
+
+    @property
+    def text(self) -> str:
+        """Return the text of the source. Blocks follow each other without a separator, as in citations."""
+        if isinstance(self.source, PlainSource):
+            return self.source.data
+        return "".join(block.text for block in blocks) if isinstance(blocks := self.source.content, list) else blocks
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Return the number of blocks of the source; None for plain text."""
+        if isinstance(self.source, PlainSource):
+            return None
+        return len(self.source.content) if isinstance(self.source.content, list) else 1
 
 
 class ThinkingBlock(Strict):
@@ -62,10 +108,10 @@ class ToolResultBlock(Strict):
 
 
 class UserTurn(Strict):
-    """Message of a user, with results of tools."""
+    """Message of a user, with documents and results of tools."""
 
     role: Literal["user"]
-    content: str | FastList[Annotated[TextBlock | ToolResultBlock, Kinds()]]
+    content: str | FastList[Annotated[TextBlock | DocumentBlock | ToolResultBlock, Kinds()]]
 
 
 class AssistantTurn(Strict):
@@ -176,6 +222,7 @@ class MessagesBody(Translated):
     cache_control: CacheControl = None
 
     fields_of: ClassVar = {
+        "documents": ("documents", "messages"),
         "stop": ("stop_sequences", "stop"),
         "response_format": ("output_config",),
         "reasoning_effort": ("output_config",),
@@ -186,7 +233,16 @@ class MessagesBody(Translated):
     def _check_stops(self) -> Self:
         if self.stop_sequences and self.stop:
             raise ValueError("stop_sequences and stop name one argument; give one of them")
+        cited = {bool(block.citations and block.citations.enabled) for block in self.document_blocks}
+        if len(cited) > 1 and self.citations is None:
+            raise ValueError("citations must be enabled on all document blocks or on none")
         return self
+
+    @property
+    def document_blocks(self) -> list[DocumentBlock]:
+        """Return the documents in the turns. They follow those of the field `documents`."""
+        contents = (turn.content for turn in self.messages if isinstance(turn, UserTurn) and isinstance(turn.content, list))
+        return [block for content in contents for block in content if isinstance(block, DocumentBlock)]
 
 
 class CountBody(MessagesBody):

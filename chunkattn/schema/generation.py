@@ -297,6 +297,7 @@ class WithDocuments(Body):
     chunk_mode: ChunkMode = "isolated"
     """Documents as `isolated` chunks, or one `joined` chunk."""
     focus: FocusField = None
+    citations: CitationsField = None
 
 
 class ChatBody(Sampling, Rendered, WithDocuments, ChatNoEffect):
@@ -310,7 +311,6 @@ class ChatBody(Sampling, Rendered, WithDocuments, ChatNoEffect):
     }
 
     messages: Messages
-    citations: CitationsField = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     logprobs: bool = False

@@ -28,7 +28,8 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 def messages_chat(body: Object) -> dict[str, Any]:
     """Return the body of the chat that answers a body of `/v1/messages`.
 
-    A last message of the assistant is continued.
+    A last message of the assistant is continued. Document blocks of all turns are documents of the chat, behind those of the
+    field `documents`; one with citations enabled enables those of the chat, unless the field `citations` is given.
 
     Args:
         body: decoded JSON body.
@@ -41,6 +42,10 @@ def messages_chat(body: Object) -> dict[str, Any]:
     for message in body["messages"]:
         messages += _messages(message)
     chat["messages"] = messages
+    if blocks := _document_blocks(body["messages"]):
+        chat["documents"] = [*(body.get("documents") or ()), *map(_document, blocks)]
+        if body.get("citations") is None and any((block.get("citations") or {}).get("enabled") for block in blocks):
+            chat["citations"] = True
     if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
         chat["continue_final_message"] = True
     if (stops := body.get("stop_sequences")) is not None:
@@ -85,6 +90,8 @@ def _messages(message: Object) -> Iterable[dict[str, Any]]:
         return [_said(content)]
     messages = list[dict[str, Any]]()
     for block in content:
+        if block["type"] == "document":
+            continue
         if block["type"] == "tool_result":
             result = block.get("content")
             text = "" if result is None else _texts(result)
@@ -93,7 +100,23 @@ def _messages(message: Object) -> Iterable[dict[str, Any]]:
             messages[-1]["content"] += _texts([block])
         else:
             messages.append({"role": role, "content": _texts([block])})
-    return messages
+    return messages or [{"role": role, "content": ""}] * bool(content)
+
+
+def _document_blocks(messages: Iterable[Object]) -> list[Object]:
+    contents = [message["content"] for message in messages if message["role"] == "user"]
+    return [block for content in contents if not isinstance(content, str) for block in content if block["type"] == "document"]
+
+
+def _document(block: Object) -> dict[str, Any]:
+    """Return the document of a chat: the context is a line between title and text, and content blocks are lines."""
+    source = block["source"]
+    text = source["data"] if source["type"] == "text" else source["content"]
+    if not isinstance(text, str):
+        text = "\n".join(part["text"] for part in text)
+    if context := block.get("context"):
+        text = f"{context}\n{text}"
+    return {"title": block.get("title"), "text": text}
 
 
 def _said(blocks: Iterable[Object]) -> dict[str, Any]:

@@ -77,6 +77,7 @@ class Route(NamedTuple):
         salts: fields of the salt; the first that is given counts.
         is_cached: whether a cache holds the prompts of a request afterwards.
         decides: whether the bodies ask for decisions.
+        chat: function from a body to the chat that it stands for, which `read` gets; the body itself for most routes.
     """
 
     read: Callable[[Object, str | None], tuple[Sequence[Prompt], Sequence[Any]]]
@@ -85,6 +86,7 @@ class Route(NamedTuple):
     salts: tuple[str, ...] = ("cache_salt",)
     is_cached: bool = True
     decides: bool = False
+    chat: Callable[[Object], Object] = dict
 
     def salt(self, body: Object) -> str | None:
         """Return the salt that a body gives, or None."""
@@ -107,7 +109,7 @@ class Route(NamedTuple):
 
     def parts(self, body: Object, separator: str | None = None) -> Parts:
         """Return the parts of a body; see `parts`."""
-        prompts, question = self.read(body, separator)
+        prompts, question = self.read(self.chat(body), separator)
         if body.get("chunk_mode") == "joined" and body.get("focus") is None:
             prompts = [prompt._replace(is_joined=True) for prompt in prompts]
         return Parts(self.salt(body), prompts, question)
@@ -322,9 +324,9 @@ _PAIRS, _RERANK = Route(_score, named="text"), Route(_rerank, named="ranked")
 ROUTES: dict[str, Route] = {
     "/v1/completions": Route(_completion, _CHUNKS),
     "/v1/chat/completions": Route(_chat),
-    "/v1/responses": Route(lambda body, separator: _chat(responses_chat(body), separator)),
-    "/v1/messages": Route(lambda body, separator: _chat(messages_chat(body), separator)),
-    "/v1/messages/count_tokens": Route(lambda body, separator: _chat(messages_chat(body), separator), is_cached=False),
+    "/v1/responses": Route(_chat, chat=responses_chat),
+    "/v1/messages": Route(_chat, chat=messages_chat),
+    "/v1/messages/count_tokens": Route(_chat, is_cached=False, chat=messages_chat),
     "/v1/cache/documents": Route(_stored, named=None),
     "/v1/cache/forget": Route(_stored, named=None, is_cached=False),
     "/v1/score": _PAIRS,

@@ -19,7 +19,7 @@ from chunkattn.parsers.prompt import Prompt
 from chunkattn.sampling_params import SamplingParams
 from chunkattn.schema.citations import citations_of
 from chunkattn.schema.generation import ChatBody, CompletionBody, focus_of
-from chunkattn.server.citations import cited_fields
+from chunkattn.server.citations import citation_objects
 from chunkattn.server.state import ServerState, new_id
 from chunkattn.server.texts import (
     Entry,
@@ -300,7 +300,7 @@ class Completion(Answer):
                 ids, entries = output.prompt_token_ids + ids, [*(output.prompt_logprobs or []), *entries]
             token_logprobs = self._logprobs(ids, entries, offsets)
         before = self._prompt_text(output) if self.body.echo else ""
-        fields = {"text": before + text, **cited_fields(sample, lambda _: len(before))}
+        fields = {"text": before + text, **self._cited_at(sample, len(before))}
         return self.entry(index, fields, token_logprobs, sample, output)
 
     def begin(self, index: int, output: RequestOutput, tail: Tail) -> dict[str, Any] | None:
@@ -321,7 +321,12 @@ class Completion(Answer):
             tail.offsets = tail.offsets or self._offsets(output, 0)
             token_logprobs = self._logprobs(new.token_ids, new.logprobs, [tail.offsets.take(t) for t in new.token_ids])
         shift = len(self._prompt_text(output)) if self.body.echo and new.citations else 0
-        return self.entry(index, {"text": new.text, **cited_fields(new, lambda _: shift)}, token_logprobs, new)
+        return self.entry(index, {"text": new.text, **self._cited_at(new, shift)}, token_logprobs, new)
+
+    def _cited_at(self, sample: CompletionOutput, shift: int) -> dict[str, Any]:
+        """Return the field `citations` of a text that begins behind `shift` characters; no field without citations."""
+        cited = sample.citations
+        return {} if cited is None else {"citations": citation_objects(cited, lambda one: (one.start + shift, one.text))}
 
     def _prompt_text(self, output: RequestOutput) -> str:
         return self.texts.whole(output.prompt_token_ids) if output.prompt is None else output.prompt

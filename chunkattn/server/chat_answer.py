@@ -10,13 +10,14 @@ from typing import Any
 from chunkattn.answer_parsers.events import Arguments, CallBegun, Content, Event, Reasoning
 from chunkattn.answer_parsers.reader import AnswerReader, Message
 from chunkattn.calls.generate import GenerateJob
+from chunkattn.citations import REQUIRED
 from chunkattn.engine.grammars import grammar_of
 from chunkattn.errors import RequestError
 from chunkattn.outputs import CompletionOutput, RequestOutput
 from chunkattn.parsers import ParsedPrompt
 from chunkattn.schema.generation import ChatBody
 from chunkattn.server.answers import Answer
-from chunkattn.server.citations import ContentPlaces, cited_fields
+from chunkattn.server.citations import ContentPlaces, Documents, citation_objects, documents_of
 from chunkattn.server.state import ServerState
 from chunkattn.server.texts import Tail, chat_logprobs
 from chunkattn.structured_outputs import StructuredOutputsParams
@@ -57,6 +58,13 @@ class Chat(Answer):
         tools = sum(len(str(tool)) for tool in self.body.shown_tools)
         return sum(m.size for m in self.body.messages) + tools + self.documents_size(self.documents or ())
 
+    def cited_documents(self) -> Documents | None:
+        """Return the documents that the answers may cite, as citations show them; None without citations."""
+        if self.citations is None:
+            return None
+        records = {number: document.record for number, document in self.stored.items()}
+        return documents_of(self.body.documents or (), records, self.texts)
+
     async def streams(self) -> list[AsyncGenerator[RequestOutput, None]]:
         """Return the generator of the conversation's outputs."""
         self.caller.take(1)
@@ -78,6 +86,8 @@ class Chat(Answer):
         """Return the job of the conversation."""
         frontend, parsed = self.state.llm.frontend, self.prompt()
         self._hold_to_form(parsed)
+        if parsed.cited is not None:
+            parsed = replace(parsed, cited=replace(parsed.cited, around=self._around_cited))
         job = self.job_of(parsed, most_tokens=frontend.sampling_defaults.get("max_tokens"))
         self.check_generated(job, parsed)
         return job
@@ -90,6 +100,7 @@ class Chat(Answer):
         Raises:
             RequestError: a schema cannot be enforced.
         """
+        self._check_cited_calls()
         reasoning, texts, before = self._reasoning, self.state.texts, None
         if reasoning is not None and texts.tokenizer is not None:
             tail = texts.whole(prompt.layout.token_ids[-_TAIL_TOKENS:].tolist())
@@ -110,6 +121,33 @@ class Chat(Answer):
         except RequestError as error:
             raise RequestError(f"the tools cannot be enforced: {error}", param="tools") from None
         self.params = replace(self.params, structured_outputs=shape)
+
+    def _check_cited_calls(self) -> None:
+        """Check that citations and calls may stand in one answer: each has a grammar of the whole answer.
+
+        Raises:
+            RequestError: the answer must make calls, or must cite and may make calls.
+        """
+        if self.citations is None or self._calls is None or self._tools is None:
+            return
+        if self._tools.is_enforced:
+            text = "citations and enforced calls exclude each other; set tool_choice to auto or none, without strict tools"
+            raise RequestError(text, param="citations")
+        if self.citations.mode == REQUIRED:
+            text = "required citations and tools exclude each other; set tool_choice to none, or the mode of citations to auto"
+            raise RequestError(text, param="citations")
+
+    def _around_cited(self, text: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Return the shape of an answer whose text has a shape. Required citations stand behind reasoning that is open.
+
+        Args:
+            text: shape of a text that cites.
+        """
+        if self._reasoning is None or not self._is_open or self.citations is None or self.citations.mode != REQUIRED:
+            return text
+        return StructuredOutputsParams(
+            grammar=self._reasoning.before_shape(grammar_of(text), self.state.texts.special_id, is_open=True)
+        )
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the usage of the request, with the tokens of the reasoning in a model that marks it."""
@@ -136,10 +174,11 @@ class Chat(Answer):
         reader, places = self._reader()
         read, events = Message(), reader.feed(sample.text, last=True)
         read.add(events)
-        places.add(events)
         content = self.body.echoed + read.content
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
-        message |= cited_fields(sample, places.shift)
+        if sample.citations is not None:
+            places.add(events)
+            message["citations"] = citation_objects(sample.citations, places.place)
         if read.reasoning is not None and self.body.include_reasoning:
             message["reasoning_content"] = read.reasoning
         if read.calls:
@@ -160,10 +199,13 @@ class Chat(Answer):
         if index not in self._readers:
             self._readers[index] = self._reader()
         reader, places = self._readers[index]
-        events = reader.feed(new.text, last=new.finish_reason is not None)
-        places.add(events)
-        cited = cited_fields(new, places.shift)
-        delta = self._delta(index, events) | (cited if cited.get("citations") else {})
+        ended = new.finish_reason is not None
+        events = reader.feed(new.text, last=ended)
+        delta = self._delta(index, events)
+        if new.citations is not None:
+            places.add(events)
+            if cited := citation_objects(places.settled(new.citations, ended=ended), places.place):
+                delta["citations"] = cited
         if token_logprobs and not delta:
             delta = {"content": ""}
         if not delta and new.finish_reason is None:

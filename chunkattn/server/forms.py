@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from chunkattn.server.answers import Answer
@@ -38,10 +37,6 @@ class Form:
     def failure(self, error: ApiError) -> str:
         """Return the events of an error that ends the stream."""
         return event_of(error.body)
-
-
-FormOf = Callable[[Answer], Form]
-"""Function from a request to the form of its answer."""
 
 
 def openai_form(answer: Answer) -> Form:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from chunkattn.server.citations import Documents
+from chunkattn.server.cited_blocks import END, StatementCutter
 from chunkattn.server.forms import Form
 from chunkattn.web.error_events import error_events, named_event
 from chunkattn.web.errors import ApiError
@@ -25,22 +27,26 @@ _DELTAS = {
     "tool_use": ("input_json_delta", "partial_json"),
 }
 """Type of the deltas of a block, and the field with their text."""
+MAX_CITED_TEXT = 4096
+"""Code points of a cited document that a citation repeats: an answer may cite a long document many times."""
 
 
 class MessageForm(Form):
     """Form of one answer of the Messages API.
 
-    Thinking, text and calls of tools become content blocks in the order in which they come.
+    Thinking, text and calls of tools become content blocks in the order in which they come. With citations, every statement of
+    the text is a block.
 
     Args:
         common: `id` and `model` of the chat's answer.
         request_id: id of the HTTP request.
+        documents: documents that the answer may cite; None without citations.
     """
 
     end = ""
 
-    def __init__(self, common: Mapping[str, Any], request_id: str = "") -> None:
-        self._request_id = request_id
+    def __init__(self, common: Mapping[str, Any], request_id: str = "", documents: Documents | None = None) -> None:
+        self._request_id, self._documents = request_id, documents
         self._message: dict[str, Any] = {
             "id": f"msg_{common['id'].rpartition('-')[2]}",
             "type": "message",
@@ -53,6 +59,8 @@ class MessageForm(Form):
         self._has_begun, self._call = False, 0
         self._block: dict[str, Any] | None = None
         self._texts: list[str] = []
+        self._cutter: StatementCutter | None = None
+        self._size = 0  # code points of the content
 
     def whole(self, answer: dict[str, Any]) -> dict[str, Any]:
         """Return the message of a whole answer to a chat."""
@@ -89,11 +97,13 @@ class MessageForm(Form):
 
     def _grown(self, delta: Mapping[str, Any]) -> Iterator[Event]:
         """Yield the events of what the answer has gained."""
-        for kind, name in (("thinking", "reasoning_content"), ("text", "content")):
-            if text := delta.get(name):
-                if self._block is None or self._block["type"] != kind:
-                    yield from self._opened(_EMPTY[kind])
-                yield self._delta(text)
+        if text := delta.get("reasoning_content"):
+            yield from self._written("thinking", text)
+        text, citations = delta.get("content") or "", delta.get("citations") or ()
+        if self._documents is not None:
+            yield from self._stated(text, citations)
+        elif text:
+            yield from self._written("text", text)
         for call in delta.get("tool_calls") or ():
             function = call.get("function") or {}
             if self._block is None or self._block["type"] != "tool_use" or self._call != call["index"]:
@@ -101,6 +111,48 @@ class MessageForm(Form):
                 yield from self._opened({"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}})
             if text := function.get("arguments"):
                 yield self._delta(text)
+
+    def _written(self, kind: str, text: str) -> Iterator[Event]:
+        """Yield the events of more text in a block of a kind."""
+        if self._block is None or self._block["type"] != kind:
+            yield from self._opened(_EMPTY[kind])
+        yield self._delta(text)
+
+    def _stated(self, text: str, citations: Sequence[Mapping[str, Any]]) -> Iterator[Event]:
+        """Yield the events of more content, with a block for each statement."""
+        if self._cutter is None or (self._block is not None and self._block["type"] != "text"):
+            self._cutter = StatementCutter(self._size)
+        self._size += len(text)
+        for piece in self._cutter.take(text, citations):
+            if piece is END:
+                yield from self._closed()
+            elif isinstance(piece, str):
+                yield from self._written("text", piece)
+            else:
+                yield from self._cited(piece)
+
+    def _cited(self, citation: Mapping[str, Any]) -> Iterator[Event]:
+        """Yield the events of a citation of the open block: one for each of its documents."""
+        if self._block is None or self._block["type"] != "text":
+            yield from self._opened(_EMPTY["text"])
+        assert self._documents is not None
+        assert self._block is not None
+        block = self._block
+        block["citations"] = block["citations"] or []
+        for source in citation["sources"]:
+            document = self._documents(source["index"])
+            told = {
+                "cited_text": document.text[:MAX_CITED_TEXT],
+                "document_index": source["index"],
+                "document_title": document.title,
+                "file_id": document.id,
+            }
+            if document.num_blocks is None:
+                told |= {"type": "char_location", "start_char_index": 0, "end_char_index": len(document.text)}
+            else:
+                told |= {"type": "content_block_location", "start_block_index": 0, "end_block_index": document.num_blocks}
+            block["citations"].append(told)
+            yield self._event({"type": "citations_delta", "citation": told})
 
     @property
     def _index(self) -> int:
@@ -117,7 +169,10 @@ class MessageForm(Form):
         assert self._block is not None
         self._texts.append(text)
         kind, field = _DELTAS[self._block["type"]]
-        return {"type": "content_block_delta", "index": self._index, "delta": {"type": kind, field: text}}
+        return self._event({"type": kind, field: text})
+
+    def _event(self, delta: Event) -> Event:
+        return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
     def _closed(self) -> Iterator[Event]:
         """Yield the event that ends the open block."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from chunkattn.server.citations import Documents
 from chunkattn.server.forms import Form
 from chunkattn.server.response_items import CallItem, Event, WrittenItem
 from chunkattn.web.error_events import error_events, named_event
@@ -27,12 +28,21 @@ class ResponseForm(Form):
         common: `id`, `created` and `model` of the chat's answer.
         repeated: fields of the response that repeat the request.
         request_id: id of the HTTP request.
+        documents: documents that the answer may cite; None without citations.
     """
 
     end = ""
 
-    def __init__(self, common: Mapping[str, Any], repeated: Mapping[str, Any], request_id: str = "") -> None:
+    def __init__(
+        self,
+        common: Mapping[str, Any],
+        repeated: Mapping[str, Any],
+        request_id: str = "",
+        documents: Documents | None = None,
+    ) -> None:
         self._hex, self._request_id = common["id"].rpartition("-")[2], request_id
+        self._documents = documents
+        self._size = self._begin = 0  # code points of the content, and of the content before the last message
         self._response: dict[str, Any] = {
             "id": f"resp_{self._hex}",
             "object": "response",
@@ -113,6 +123,9 @@ class ResponseForm(Form):
             yield from self._written("reasoning", text)
         if text := delta.get("content"):
             yield from self._written("message", text, _tokens_of(text, self._held, has_more=bool(delta.get("tool_calls"))))
+            self._size += len(text)
+        if (citations := delta.get("citations")) and isinstance(self._item, WrittenItem):  # a message, behind its text
+            yield from self._item.cited(self._annotations(citations))
         for call in delta.get("tool_calls") or ():
             yield from self._called(call)
         if any(delta.get(name) for name in ("reasoning_content", "content", "tool_calls")):
@@ -125,10 +138,25 @@ class ResponseForm(Form):
             if kind == "reasoning":
                 yield from self._opened(WrittenItem(self._index, {**item, "summary": []}, {"type": "reasoning_text"}))
             else:
-                part = {"type": "output_text", "annotations": [], "logprobs": []}
+                part, self._begin = {"type": "output_text", "annotations": [], "logprobs": []}, self._size
                 yield from self._opened(WrittenItem(self._index, {**item, "role": "assistant"}, part, self._most_logprobs))
         assert isinstance(self._item, WrittenItem)
         yield self._item.grown(text, logprobs)
+
+    def _annotations(self, citations: Iterable[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Yield the annotations of citations: one for each document of each."""
+        assert self._documents is not None
+        for citation in citations:
+            span = {name: max(citation[name] - self._begin, 0) for name in ("start", "end")}
+            for source in citation["sources"]:
+                yield {
+                    "type": "file_citation",
+                    "index": span["end"],
+                    "file_id": source["id"],
+                    "filename": self._documents(source["index"]).title or source["id"],
+                    "start_index": span["start"],
+                    "document_index": source["index"],
+                }
 
     def _called(self, call: Mapping[str, Any]) -> Iterator[Event]:
         """Yield the events of more of a call. Another `index` begins another call."""

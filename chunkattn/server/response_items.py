@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 Event = dict[str, Any]
@@ -56,6 +56,13 @@ class WrittenItem(OutputItem):
         self._place["content_index"] = 0
         self._texts: list[str] = []
         self._left = most
+
+    def cited(self, annotations: Iterable[Mapping[str, Any]]) -> Iterator[Event]:
+        """Yield the events of annotations of a message's text."""
+        for annotation in annotations:
+            place = {**self._place, "annotation_index": len(self._part["annotations"])}
+            self._part["annotations"].append(annotation)
+            yield {"type": f"{self._kind}.annotation.added", **place, "annotation": annotation}
 
     def added(self) -> Iterator[Event]:
         """Yield the events that add the item and its part."""

@@ -222,6 +222,15 @@ def test_every_route_gets_the_text_in_the_place_of_the_id(llm):
             assert resolve("/v1/chat/completions", {"documents": [{"id": "c"}], "citations": {}})["documents"] == [
                 {"id": "three", "text": "Of three."}
             ]
+            block = {"type": "document", "source": {"type": "text", "data": "x"}, "citations": {"enabled": True}}
+            named = {"documents": [{"id": "c"}]}
+            for cites in ({"citations": True}, {"messages": [{"role": "user", "content": [block]}]}):
+                assert resolve("/v1/messages", named | {"messages": []} | cites)["documents"] == [
+                    {"id": "three", "text": "Of three."}
+                ]
+            for plain in ({"messages": [{"role": "user"}]}, {"citations": False, "messages": []}):
+                assert resolve("/v1/messages", named | plain)["documents"] == ["Of three."]
+            assert resolve("/v1/responses", named | {"input": "?", "citations": True})["documents"][0]["id"] == "three"
             body = {"documents": [{"id": "a"}, {"id": "a", "text": "own"}], "cache_salt": "tenant"}
             for path in ("/v1/chat/completions", "/v1/decisions", "/v1/systemone", "/v1/score", "/score"):
                 assert resolve(path, body)["documents"] == ["Of the tenant.", {"id": "a", "text": "own"}]

@@ -148,3 +148,35 @@ def test_streams_of_chats_end_as_they_did():
     tail.add(b"data: [DO")
     tail.add(b"NE]\n\n")
     assert tail.ending(ERROR, CHAT, "id") == b""
+
+
+TEXTS = [f"document {number} " * 50 for number in range(3)]
+BLOCKS = [
+    {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": TEXTS[0]},
+        "title": "One",
+        "context": "Of 2020.",
+        "citations": {"enabled": True},
+    },
+    {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": TEXTS[1]}] * 2}},
+    {"type": "document", "source": {"type": "content", "content": TEXTS[2]}},
+]
+AS_DOCUMENTS = [{"title": "One", "text": f"Of 2020.\n{TEXTS[0]}"}, f"{TEXTS[1]}\n{TEXTS[1]}", TEXTS[2]]
+
+
+@pytest.mark.parametrize("citations", [None, True, "required", {"instruction": "Cite!"}])
+def test_cited_documents_have_the_keys_of_those_of_a_chat(citations):
+    cited = {"citations": citations} if citations else {}
+    chat = {"messages": [SYSTEM, USER], "cache_salt": "s", "citations": citations or True}
+    expected = keys_of(CHAT, chat | {"documents": AS_DOCUMENTS})
+    turns = [{"role": "user", "content": [*BLOCKS, {"type": "text", "text": "Where?"}]}]
+    asked = {"system": "Be brief.", "messages": turns, "max_tokens": 5, "cache_salt": "s", **cited}
+    assert keys_of(MESSAGES, asked) == expected
+    assert len(expected.pieces) == 1 + len(AS_DOCUMENTS)
+    own = {"documents": AS_DOCUMENTS[:1], "messages": [{"role": "user", "content": [*BLOCKS[1:], *turns[0]["content"][-1:]]}]}
+    assert keys_of(MESSAGES, asked | own | {"citations": citations or True}) == expected
+    response = {"instructions": "Be brief.", "input": "Where?", "documents": AS_DOCUMENTS, "cache_salt": "s"}
+    assert keys_of(RESPONSES, response | {"citations": citations or True}) == expected
+    assert keys_of(RESPONSES, response) != expected
+    assert keys_of(MESSAGES, asked | {"citations": False}) == keys_of(RESPONSES, response)

@@ -6,7 +6,7 @@ import openai
 import pytest
 from cohere.types import Citation as CohereCitation
 
-from chunkattn import Document, DocumentPrompt, SamplingParams
+from chunkattn import Citation, Document, DocumentPrompt, SamplingParams
 from chunkattn.answer_parsers.families import find_tool_parser
 from chunkattn.answer_parsers.reader import AnswerReader, Message
 from chunkattn.answer_parsers.reasoning import find_reasoning_parser
@@ -185,8 +185,33 @@ def test_places_are_those_of_the_content(seed):
         message.add(events)
         if not rest:
             break
+
+    def found(statement):
+        place = text.rindex(statement)
+        return places.place(Citation(place, place + len(statement), statement, ()))
+
     for word in words:
-        place = text.rindex(f"{word} lives")
-        assert places.shift(place) == 7 + message.content.index(f"{word} lives") - place
+        statement = f"{word} lives here"
+        assert found(statement) == (7 + message.content.index(statement), statement)
     if "Cleo" in text:
-        assert places.shift(text.index("Cleo")) is None
+        assert found("Cleo sings") is None
+
+
+def test_a_span_across_a_call_has_the_content_on_both_sides():
+    places, text = ContentPlaces(0), f"Ana sings {CALL} and dances."
+    places.add(AnswerReader(find_tool_parser("hermes", ""), Tools((Tool("look", {}),))).feed(text, last=True))
+    start = text.index("sings")
+    assert places.place(Citation(start, len(text), text[start:], ())) == (4, "singsand dances.")
+    assert places.place(Citation(text.index("look"), text.index("</"), "", ())) is None
+    assert places.place(Citation(0, 0, "", ())) == (0, "")
+
+
+def test_a_citation_waits_for_its_text():
+    """A text that may begin a call is held back."""
+    places, reader = ContentPlaces(0), AnswerReader(find_tool_parser("hermes", ""), Tools((Tool("look", {}),)))
+    first, second = Citation(0, 3, "Ana", ()), Citation(4, 9, "<tool", ())
+    places.add(reader.feed("Ana <tool"))
+    assert places.settled([first, second], ended=False) == [first]
+    places.add(reader.feed("s>"))
+    assert places.settled(None, ended=False) == [second]
+    assert places.settled([second], ended=True) == [second]

@@ -22,6 +22,7 @@ LONG = "Ana lives in Oslo. " * 2000
 USER = {"role": "user", "content": "Who?"}
 RANK = {"query": "Who?", "documents": ["Ana", "Ben"]}
 SCHEMA = {"type": "json_schema", "schema": {"type": "no such type"}}
+BLOCK = {"type": "document", "source": {"type": "text", "data": "x"}, "citations": {"enabled": True}}
 EFFORT = {"chat_template_kwargs": {"reasoning_effort": "high"}}
 QUESTIONS = [{"type": "predicate", "name": "late", "instructions": "Is it late?"}]
 PATHS = {CompletionBody: "/v1/completions", ChatBody: "/v1/chat/completions", ScoreBody: "/v1/score"}
@@ -53,6 +54,8 @@ FAULTS = {
     (ResponsesBody, "reasoning_effort", "reasoning"): {"input": "Who?", "reasoning": {"effort": "low"}, **EFFORT},
     (MessagesBody, "stop", "stop"): {"messages": [USER], "max_tokens": 2, "stop": [""]},
     (MessagesBody, "stop", "stop_sequences"): {"messages": [USER], "max_tokens": 2, "stop_sequences": [""]},
+    (MessagesBody, "documents", "documents"): {"messages": [USER], "max_tokens": 2, "documents": ["x"] * 2, "citations": True},
+    (MessagesBody, "documents", "messages"): {"messages": [{"role": "user", "content": [BLOCK] * 2}, USER], "max_tokens": 2},
     (MessagesBody, "response_format", "output_config"): {
         "messages": [USER],
         "max_tokens": 2,

@@ -14,7 +14,7 @@ from chunkattn.remote.async_runner import snapshot
 from chunkattn.schema.generation import ChatBody, CompletionBody
 from chunkattn.server.answers import Answer, Completion
 from chunkattn.server.chat_answer import Chat
-from chunkattn.server.forms import Form, FormOf, openai_form
+from chunkattn.server.forms import Form, openai_form
 from chunkattn.server.json_answer import json_answer
 from chunkattn.server.state import ServerState, State
 from chunkattn.server.texts import Tail
@@ -26,6 +26,7 @@ from chunkattn.web.time_limit import unless_gone
 
 router = APIRouter(route_class=JsonRoute, tags=["generation"])
 
+A = TypeVar("A", bound=Answer)
 B = TypeVar("B", CompletionBody, ChatBody)
 
 
@@ -42,11 +43,11 @@ async def chat_completions(body: ChatBody, request: Request, state: State) -> Re
 
 
 async def answered(
-    kind: Callable[[B, ServerState, Caller], Answer],
+    kind: Callable[[B, ServerState, Caller], A],
     body: B,
     request: Request,
     state: ServerState,
-    form_of: FormOf = openai_form,
+    form_of: Callable[[A], Form] = openai_form,
 ) -> Response:
     """Return the answer to a request for generated text, whole or as a stream.
 

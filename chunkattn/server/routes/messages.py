@@ -8,8 +8,8 @@ from fastapi import APIRouter, Request, Response
 
 from chunkattn.errors import RequestError
 from chunkattn.schema.anthropic import CountBody, MessagesBody
-from chunkattn.server.answers import Answer
 from chunkattn.server.chat_answer import Chat
+from chunkattn.server.citations import CitedDocument
 from chunkattn.server.message_form import MessageForm
 from chunkattn.server.routes.generation import answered
 from chunkattn.server.state import State
@@ -24,8 +24,17 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
 async def messages(body: MessagesBody, request: Request, state: State) -> Response:
     """Answer a conversation in the form of Anthropic's Messages API, with `documents` as in a chat."""
 
-    def form(answer: Answer) -> MessageForm:
-        return MessageForm(answer.common(answer.object_name), request.state.request_id)
+    def form(answer: Chat) -> MessageForm:
+        documents, own, blocks = answer.cited_documents(), len(body.documents or ()), body.document_blocks
+
+        def cited(number: int) -> CitedDocument:
+            assert documents is not None
+            if number < own:
+                return documents(number)
+            block = blocks[number - own]
+            return CitedDocument(block.text, title=block.title, num_blocks=block.num_blocks)
+
+        return MessageForm(answer.common(answer.object_name), request.state.request_id, cited if documents else None)
 
     return await answered(Chat, body.chat, request, state, form)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from fastapi import APIRouter, Request, Response
 
 from chunkattn.schema.responses import ResponsesBody
-from chunkattn.server.answers import Answer
 from chunkattn.server.chat_answer import Chat
 from chunkattn.server.response_form import ResponseForm
 from chunkattn.server.routes.generation import answered
@@ -19,8 +18,9 @@ router = APIRouter(route_class=JsonRoute, tags=["generation"])
 async def responses(body: ResponsesBody, request: Request, state: State) -> Response:
     """Answer a conversation in the form of OpenAI's Responses API, with `documents` as in a chat; nothing is stored."""
 
-    def form(answer: Answer) -> ResponseForm:
+    def form(answer: Chat) -> ResponseForm:
         sampled = {"temperature": answer.params.temperature, "top_p": answer.params.top_p}
-        return ResponseForm(answer.common(answer.object_name), body.repeated | sampled, request.state.request_id)
+        repeated, documents = body.repeated | sampled, answer.cited_documents()
+        return ResponseForm(answer.common(answer.object_name), repeated, request.state.request_id, documents)
 
     return await answered(Chat, body.chat, request, state, form)
