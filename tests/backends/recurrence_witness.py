@@ -1,6 +1,7 @@
 """The gated delta rule token by token in float64, and random walks that the forms of recurrent layers compute."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import jax
 import numpy as np
@@ -63,13 +64,20 @@ def random_inputs(spec, rows, seed=0, decay=1.0):
     return Inputs(*(np.float32(x) for x in (*of_rows, *taps, *gates)))
 
 
+@cache
+def compiled(form, spec):
+    """Return a form and its jitted function; layers of one form and spec share the programs."""
+    made = form(spec)
+    return made, jax.jit(made.forward, donate_argnums=1)
+
+
 class Layer:
     """A form with a cache, which computes steps of random rows."""
 
     def __init__(self, form, spec, slots=8, seats=6):
-        self.form, self.spec = form(spec), spec
+        self.spec = spec
+        self.form, self.forward = compiled(form, spec)
         self.cache = self.form.allocate(slots, seats)
-        self.forward = jax.jit(self.form.forward, donate_argnums=1)
 
     def step(self, inputs, walks, width=None):
         """Return the outputs of the rows of a step; `width` walks are told at least."""

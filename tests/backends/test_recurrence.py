@@ -74,7 +74,9 @@ def test_rows_equal_a_recurrence_in_float64(form, spec, decay):
     assert not layer.state(4)[0].any()
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(
+    "spec", [pytest.param(spec, marks=() if spec in (SPECS[0], SPECS[2]) else pytest.mark.ci) for spec in SPECS], ids=str
+)
 def test_no_end_of_a_step_moves_a_bit(form, spec):
     """Parts in random pieces, in any company and order of rows, have the bits of parts that are computed at once."""
     rng = np.random.default_rng(spec.key_heads)
@@ -197,11 +199,12 @@ def test_a_row_that_is_not_finite(form, name, value):
     close(out, expected)
     holds(layer, 1, state)
     np.testing.assert_array_equal(out[:70], Layer(form, spec).step(inputs, [Walk(0, 150, 0, -1, 0, 0)])[:70])
-    other, cut = Layer(form, spec), []
-    ends = random_cuts(np.random.default_rng(0), 150, 9)
+    other, cut, most = Layer(form, spec), [], 9
+    ends = random_cuts(np.random.default_rng(0), 150, most)
     for first, end in pairwise(ends):
-        source = 0 if first else -1
-        cut.append(other.step(taken(wrong, range(first, end)), [Walk(0, end - first, first, source, 0, 0)]))
+        source, rows = 0 if first else -1, [*range(first, end), *[-1] * (first + most - end)]
+        found = other.step(taken(wrong, rows), [Walk(0, end - first, first, source, 0, 0)])
+        cut.append(found[: end - first])
     np.testing.assert_array_equal(np.concatenate(cut), out)
 
 
