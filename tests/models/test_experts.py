@@ -91,7 +91,7 @@ def test_rows_without_experts(dtype):
     np.testing.assert_array_equal(np.delete(some, np.s_[3:11], axis=0), np.delete(whole, np.s_[3:11], axis=0))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.ci), "bfloat16"])
 def test_the_self_test_of_bits_has_experts(dtype, monkeypatch):
     packed = () if library.refusal() else (("Q4_K", 2), ("Q8_0", 2))
     original = experts.multiply_groups
