@@ -68,7 +68,7 @@ def _matrix():
             for backend in ("xla", "reference"):
                 checked = backend == "xla" and (name == "qwen3" or strategy == "shared") and name not in STATIC_SCALING
                 quick = checked and name == "qwen3" and strategy == "shared"
-                shows = checked and name in ("llama", "mistral", "qwen2", "qwen3")
+                shows = checked and name in ("llama", "qwen2", "qwen3")
                 marks = () if quick else pytest.mark.ci if shows else pytest.mark.slow
                 yield pytest.param(name, strategy, backend, marks=marks, id=f"{name}-{strategy}-{backend}")
 

@@ -111,7 +111,7 @@ def answers(llm, **options):
 
 
 CASES = [
-    ("qwen3", {"attention_backend": "cpu"}),
+    pytest.param("qwen3", {"attention_backend": "cpu"}, marks=pytest.mark.ci),
     ("qwen3", {"attention_backend": "xla", "chunk_temperature": 0.7, "chunk_scale": 0.9}),
     pytest.param("mistral-window", {"attention_backend": "xla"}, marks=pytest.mark.ci),
     pytest.param("qwen3_5", {}, marks=pytest.mark.ci),
