@@ -8,8 +8,14 @@ ROOT = Path(__file__).parent.parent
 DANGLING = {"Of", "What", "Which", "Who", "Whose", "How", "Whether", "Those", "Whatever", "Whoever"}
 
 
+_STRING = re.compile(rf"[\"'](?:\s|\\n)*(?:{'|'.join(sorted(DANGLING))})\b")
+"""A string that begins with such a word. Few sources have one, and only those are parsed."""
+
+
 def dangling(source):
     """Return the lines of docstrings, of constants and attributes too, that begin with a word of `DANGLING`."""
+    if not _STRING.search(source):
+        return []
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))
