@@ -63,8 +63,11 @@ def test_temperature_and_scale(engine, oracle):
     check_random_prompts(llm, Definition(oracle("qwen3"), weighing=(0.7, 1.3)))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", CHUNKABLE)
+IN_CI = "llama-yarn", "qwen3-moe", "granite4", "smollm3"
+"""A scaled rotary embedding, experts, factors, and layers without a rotary embedding."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.ci if n in IN_CI else pytest.mark.slow) for n in CHUNKABLE])
 def test_families_with_gap_temperature_and_scale(name, engine, oracle):
     llm = engine(name, chunk_position_gap=11, chunk_temperature=0.8, chunk_scale=0.8)
     check_random_prompts(llm, Definition(oracle(name), 11, (0.8, 0.8)), count=18)

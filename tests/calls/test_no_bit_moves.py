@@ -392,6 +392,7 @@ def ministral(tmp_path_factory):
 def _marked(kind):
     slow = kind in ("quantized int8", "windows float32", "windows tiled", "gemma bfloat16", "ministral float32")
     slow |= kind in ("experts float32", "experts quantized", "shared-expert bfloat16")
+    slow |= kind in ("tiny", "fp8", "deep float32")  # small steps are a column, and these dtypes come with other engines
     return pytest.param(kind, marks=pytest.mark.slow if slow else pytest.mark.ci)
 
 

@@ -19,6 +19,7 @@ from tests.fuzz.folders import (
     FAMILIES,
     HEAD,
     INDEX,
+    NESTED,
     NORM,
     SINGLE,
     TOLERANCE,
@@ -37,7 +38,10 @@ def edit(folder, **changes):
 
 
 QUICK = "llama", "qwen3"
-ONCE = [pytest.param(family, marks=() if family in QUICK else pytest.mark.ci) for family in FAMILIES]
+LIKE_OTHERS = "mistral", "qwen2", "gemma", "granite", "olmo2", "qwen3_5_moe_text", "seed_oss", "smollm3", *NESTED
+"""Families whose keys are all read as those of a family that CI has."""
+MARKS = dict.fromkeys(FAMILIES, pytest.mark.ci) | dict.fromkeys(QUICK, ()) | dict.fromkeys(LIKE_OTHERS, pytest.mark.slow)
+ONCE = [pytest.param(family, marks=MARKS[family]) for family in FAMILIES]
 
 
 @pytest.fixture(scope="module")
