@@ -249,7 +249,9 @@ def test_a_line_has_documents_of_its_own(folder, files):
         assert line["usage"]["prompt_tokens"] == alone.usage.prompt_tokens
 
 
-@pytest.mark.parametrize("to", ["--output out.CSV", "--output out --output-format csv", "--output-format csv"])
+@pytest.mark.parametrize(
+    "to", ["--output out.CSV", pytest.param("--output out --output-format csv", marks=pytest.mark.ci), "--output-format csv"]
+)
 def test_csv_says_what_json_says(to, folder, files, monkeypatch):
     monkeypatch.chdir(files)
     monkeypatch.setattr(decide, "_STATES", 2)
