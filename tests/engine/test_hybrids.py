@@ -84,8 +84,9 @@ def test_bits(name, dtype, engine, checkpoint, tmp_path):
         stored.core.close_disk()
 
 
+@pytest.mark.ci
 def test_bits_of_the_form_that_xla_computes(engine, monkeypatch):
-    """Machines without the native library have the same promise."""
+    """Machines without the native library have the same promise; there, `test_bits` holds it in the quick tests, too."""
     for module in ("build", "runner"):
         monkeypatch.setattr(f"chunkattn.engine.{module}.make_recurrence", XlaRecurrence)
     llm = engine("qwen3_5", dtype="float32", max_num_seqs=15)
@@ -93,3 +94,5 @@ def test_bits_of_the_form_that_xla_computes(engine, monkeypatch):
     expected = calls(llm)
     llm.reset_prefix_cache()
     assert together(llm) == expected, "in company"
+    small = engine("qwen3_5", dtype="float32", max_num_seqs=15, max_num_batched_tokens=40)
+    assert together(small) == expected, "in small steps and company"
