@@ -392,7 +392,8 @@ def ministral(tmp_path_factory):
 def _marked(kind):
     slow = kind in ("quantized int8", "windows float32", "windows tiled", "gemma bfloat16", "ministral float32")
     slow |= kind in ("experts float32", "experts quantized", "shared-expert bfloat16")
-    slow |= kind in ("tiny", "fp8", "deep float32")  # small steps are a column, and these dtypes come with other engines
+    # Small steps are a column, these dtypes come with other engines, and tests of runs have weighing and experts.
+    slow |= kind in ("tiny", "fp8", "weighed", "deep float32", "experts bfloat16")
     return pytest.param(kind, marks=pytest.mark.slow if slow else pytest.mark.ci)
 
 

@@ -95,7 +95,12 @@ def run(llm, seed, requests=14):
     return {key: value for key, value in found.items() if key[0].strip("+") not in left}
 
 
-@pytest.mark.parametrize("name", ["qwen3", *(pytest.param(name, marks=pytest.mark.ci) for name in FAMILIES if name != "qwen3")])
+def _marked(name):
+    """Windows come with mistral-window, and the backend of qwen2-window with qwen2."""
+    return pytest.param(name, marks={"qwen3": (), "qwen2-window": pytest.mark.slow}.get(name, pytest.mark.ci))
+
+
+@pytest.mark.parametrize("name", list(map(_marked, FAMILIES)))
 def test_answers_have_the_bits_of_single_steps(checkpoint, name):
     """Beside others that come and go, with documents, weighing, windows, experts, packed weights, in any pool."""
     folder, options = checkpoint(name), FAMILIES[name]
