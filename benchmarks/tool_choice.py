@@ -30,7 +30,6 @@ from chunkattn.answer_parsers.families import find_tool_parser
 from chunkattn.answer_parsers.reader import AnswerReader
 from chunkattn.answer_parsers.reader import Message as Answer
 from chunkattn.answer_parsers.tools import Mode, Tool, Tools
-from chunkattn.calls.decide_questions import METHODS
 from chunkattn.structured_outputs import StructuredOutputsParams
 from chunkattn.terminal.files import write_json
 from chunkattn.terminal.progress import say, timed
@@ -61,6 +60,14 @@ To call a function, write its name and arguments as JSON between tags:
 _TOKENS = 32
 """Tokens of an answer, enough for text and the name of a call."""
 _NONE = "none"
+_DECISIONS = (
+    ("letters", "names", False),
+    ("letters", "names", True),
+    ("likelihood", "names", True),
+    ("likelihood", "descriptions", True),
+    ("separate", "names", True),
+)
+"""Method, form of the options and calibration of each decision."""
 OWN, REQUIRED, FITTED = "own, auto", "own, required", "fitted"
 
 
@@ -109,7 +116,7 @@ def own_ways(llm: LLM) -> dict[str, Way]:
 
 
 def decide_ways(llm: LLM) -> dict[str, Way]:
-    """Return decisions by every method and form of options, with and without calibration."""
+    """Return the decisions of `_DECISIONS`."""
 
     def decide(message: Message, method: str, form: str, calibrate: bool) -> Chosen:
         functions = [tool["function"] for tool in message.tools]
@@ -131,10 +138,9 @@ def decide_ways(llm: LLM) -> dict[str, Way]:
         return Chosen(names[answer.choice], seconds, logs[tool] - none, tool)
 
     ways = {}
-    for method, form in (*((method, "names") for method in METHODS), ("likelihood", "descriptions")):
-        for calibrate in (False, True):
-            name = f"{method}{', N/A' if calibrate else ''}, {form}"
-            ways[name] = lambda message, how=(method, form, calibrate): decide(message, *how)
+    for method, form, calibrate in _DECISIONS:
+        name = f"{method}{', N/A' if calibrate else ''}, {form}"
+        ways[name] = lambda message, how=(method, form, calibrate): decide(message, *how)
     return ways
 
 
