@@ -20,7 +20,7 @@ from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest
 from chunkattn.engine.request import Request
 from chunkattn.errors import ChunkAttnError, RequestError
-from chunkattn.parsers import PromptParser, parser
+from chunkattn.parsers import PromptParser, part_parser
 from chunkattn.parsers.arguments import check_ids
 from chunkattn.server.app import create_app
 from chunkattn.server.state import ServerState
@@ -340,7 +340,7 @@ def test_documents_of_a_request_are_laid_out_once(served, monkeypatch):
     make, parse = precompute.make_layout, PromptParser.parse_cache
     monkeypatch.setattr(precompute, "make_layout", lambda *parts: laid_out.append(parts) or make(*parts))
     monkeypatch.setattr(PromptParser, "parse_cache", lambda self, *args: parsed.append(args) or parse(self, *args))
-    monkeypatch.setattr(parser, "make_layout", lambda *_: pytest.fail("a prompt was laid out"))
+    monkeypatch.setattr(part_parser, "make_layout", lambda *_: pytest.fail("a prompt was laid out"))
 
     async def add():
         keeper = ServerState(served, ServerConfig()).keeper
