@@ -38,12 +38,6 @@ def server(chat_folder, folders):
 
 
 @pytest.fixture(scope="module")
-def http(server):
-    with server.client() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def merged(chat_folder, folders):
     """An engine of each model, with its adapter merged."""
     return {name: LLM(str(chat_folder), adapter=name and str(folders / name), **CHAT_OPTIONS) for name in NAMES}

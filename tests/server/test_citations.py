@@ -2,7 +2,6 @@
 
 import random
 
-import openai
 import pytest
 from cohere.types import Citation as CohereCitation
 
@@ -23,17 +22,6 @@ USER = {"role": "user", "content": ASKED}
 CITATIONS = {"mode": "required", "instruction": "", "within": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=48)
 ASK = {"temperature": 0, "max_tokens": 48, "citations": CITATIONS}
-
-
-@pytest.fixture(scope="module")
-def client(demo_server):
-    return openai.OpenAI(base_url=demo_server.url + "/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def http(demo_server):
-    with demo_server.client() as made:
-        yield made
 
 
 def choice(answer):

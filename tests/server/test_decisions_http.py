@@ -38,12 +38,6 @@ QUESTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def http(demo_server):
-    with demo_server.client() as made:
-        yield made
-
-
 def clients(server):
     options = {"base_url": f"{server.url}/v1", "api_key": "x", "_strict_response_validation": True, "max_retries": 0}
     return openai.OpenAI(**options), openai.AsyncOpenAI(**options)

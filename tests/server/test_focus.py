@@ -28,17 +28,6 @@ USER = {"role": "user", "content": ASKED}
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
-@pytest.fixture(scope="module")
-def client(demo_server):
-    return openai.OpenAI(base_url=demo_server.url + "/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def http(demo_server):
-    with demo_server.client() as made:
-        yield made
-
-
 def details(answer):
     assert answer.status_code == 200, answer.text
     return json.loads(answer.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))["usage"][

@@ -17,12 +17,6 @@ USER = {"role": "user", "content": "Where does Nila live?"}
 GREEDY = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
 
 
-@pytest.fixture
-def http(demo_server):
-    with demo_server.client() as made:
-        yield made
-
-
 def answered(http, path, body):
     answer = http.post(path, json={"max_tokens": 4, "temperature": 0, "return_chunk_usage": True, **body})
     assert answer.status_code == 200, answer.text

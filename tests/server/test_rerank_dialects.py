@@ -12,12 +12,6 @@ PATHS = ("/rerank", "/v1/rerank", "/v2/rerank", "/reranking", "/v1/reranking")
 
 
 @pytest.fixture(scope="module")
-def http(demo_server):
-    with demo_server.client() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
 def ranked(demo):
     """Scores of `DOCUMENTS` by index, best first."""
     return {r.index: r.relevance_score for r in demo.rerank(QUERY, DOCUMENTS).results}

@@ -32,22 +32,6 @@ CHUNKS = {"prefix": PARTS.prefix, "documents": PARTS.chunks, "question": PARTS.q
 MODEL = "chunkattn-demo"
 
 
-@pytest.fixture(scope="module")
-def server(demo_server):
-    return demo_server
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0)
-
-
-@pytest.fixture
-def http(server):
-    with server.client() as made:
-        yield made
-
-
 def flat(rows):
     return [value for row in rows for value in row]
 
