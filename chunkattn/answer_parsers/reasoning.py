@@ -1,4 +1,4 @@
-"""`ReasoningParser`: how a family of models marks its reasoning before the answer; and the registry of the parsers."""
+"""`ReasoningParser`: how a family of models marks its reasoning before the answer; and the parsers by name."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from chunkattn.answer_parsers.events import Sink
 from chunkattn.answer_parsers.grammar import Grammar, TokenId
+from chunkattn.answer_parsers.parser_registry import ParserRegistry
 from chunkattn.answer_parsers.source import Source, Wait
-from chunkattn.answer_parsers.tool_parser import AUTO, OFF
-from chunkattn.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,11 @@ class ReasoningParser:
     start: str
     end: str
     is_implied: bool = False
+
+    @property
+    def traces(self) -> tuple[str, ...]:
+        """Return the texts in the chat templates of the family: the marker behind the reasoning."""
+        return (self.end,)
 
     def is_open(self, prompt: str, continued: str = "") -> bool:
         """Return whether a prompt ends inside the reasoning.
@@ -103,41 +107,10 @@ class _Trimmed:
         self._sink.reasoning(shown)
 
 
-_parsers: dict[str, ReasoningParser] = {
-    "deepseek_r1": ReasoningParser("<think>", "</think>", is_implied=True),
-    "qwen3": ReasoningParser("<think>", "</think>"),
-    "mistral": ReasoningParser("[THINK]", "[/THINK]"),
-    "gemma4": ReasoningParser("<|channel>thought", "<channel|>"),
-}
+REASONING_PARSERS: ParserRegistry[ReasoningParser] = ParserRegistry("reasoning_parser")
+REASONING_PARSERS.add(ReasoningParser("<think>", "</think>", is_implied=True), "deepseek_r1")
+REASONING_PARSERS.add(ReasoningParser("<think>", "</think>"), "qwen3")
+REASONING_PARSERS.add(ReasoningParser("[THINK]", "[/THINK]"), "mistral")
+REASONING_PARSERS.add(ReasoningParser("<|channel>thought", "<channel|>"), "gemma4")
 
-
-def register_reasoning_parser(name: str, parser: ReasoningParser) -> None:
-    """Register a parser under a name of the option `reasoning_parser`. Later parsers win."""
-    _parsers[name] = parser
-
-
-def reasoning_parser_names() -> list[str]:
-    """Return the names of all parsers."""
-    return sorted(_parsers)
-
-
-def find_reasoning_parser(name: str, template: str) -> ReasoningParser | None:
-    """Return a parser by its name, or by the chat template.
-
-    Args:
-        name: name of a parser, `"auto"` or `"none"`.
-        template: text of the chat template, which decides under `"auto"`.
-
-    Returns:
-        The parser; None for `"none"`, and under `"auto"` for a template without known markers.
-
-    Raises:
-        ConfigError: there is no such parser.
-    """
-    if name == OFF:
-        return None
-    if name == AUTO:
-        return next((parser for parser in reversed(_parsers.values()) if parser.end in template), None)
-    if name not in _parsers:
-        raise ConfigError(f"reasoning_parser {name!r} is unknown; choose auto, none, {', '.join(reasoning_parser_names())}")
-    return _parsers[name]
+find_reasoning_parser = REASONING_PARSERS.find

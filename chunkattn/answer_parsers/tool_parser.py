@@ -1,4 +1,4 @@
-"""`ToolParser`: how a family of models writes calls of tools; and the registry of the parsers."""
+"""`ToolParser`: how a family of models writes calls of tools; and the parsers by name."""
 
 from __future__ import annotations
 
@@ -10,16 +10,12 @@ from typing import ClassVar, TypeVar
 
 from chunkattn.answer_parsers.events import Sink
 from chunkattn.answer_parsers.grammar import ANY_TEXT, Grammar, TokenId, either, quoted
+from chunkattn.answer_parsers.parser_registry import ParserRegistry
 from chunkattn.answer_parsers.source import Source, Wait
 from chunkattn.answer_parsers.tools import Tool, Tools
-from chunkattn.errors import ConfigError, RequestError
+from chunkattn.errors import RequestError
 
 P = TypeVar("P", bound="ToolParser")
-
-AUTO, OFF = "auto", "none"
-"""Names of options: choose by the chat template, and read nothing."""
-
-_parsers: dict[str, ToolParser] = {}
 
 
 class ToolParser(ABC):
@@ -167,6 +163,9 @@ def repeated(grammar: Grammar, tools: Tools, first: str, further: str) -> str:
     return first if tools.most_calls == 1 else f"{first} {grammar.rule(further)}{{0,{tools.most_calls - 1}}}"
 
 
+TOOL_PARSERS: ParserRegistry[ToolParser] = ParserRegistry("tool_call_parser")
+
+
 def register_tool_parser(*names: str) -> Callable[[type[P]], type[P]]:
     """Return a decorator that registers a class under names of the option `tool_call_parser`. Later classes win.
 
@@ -175,35 +174,7 @@ def register_tool_parser(*names: str) -> Callable[[type[P]], type[P]]:
     """
 
     def register(kind: type[P]) -> type[P]:
-        parser = kind()
-        _parsers.update(dict.fromkeys(names, parser))
+        TOOL_PARSERS.add(kind(), *names)
         return kind
 
     return register
-
-
-def tool_parser_names() -> list[str]:
-    """Return the names of all parsers."""
-    return sorted(_parsers)
-
-
-def find_tool_parser(name: str, template: str) -> ToolParser | None:
-    """Return a parser by its name, or by the chat template.
-
-    Args:
-        name: name of a parser, `"auto"` or `"none"`.
-        template: text of the chat template, which decides under `"auto"`.
-
-    Returns:
-        The parser; None for `"none"`, and under `"auto"` for a template without a known form.
-
-    Raises:
-        ConfigError: there is no such parser.
-    """
-    if name == OFF:
-        return None
-    if name == AUTO:
-        return next((p for p in reversed(_parsers.values()) if any(trace in template for trace in p.traces)), None)
-    if name not in _parsers:
-        raise ConfigError(f"tool_call_parser {name!r} is unknown; choose auto, none, {', '.join(tool_parser_names())}")
-    return _parsers[name]

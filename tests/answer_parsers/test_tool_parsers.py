@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chunkattn.answer_parsers.events import Arguments, CallBegun
-from chunkattn.answer_parsers.families import find_tool_parser, tool_parser_names
+from chunkattn.answer_parsers.families import find_tool_parser
 from chunkattn.answer_parsers.reader import AnswerReader, Message
-from chunkattn.answer_parsers.reasoning import find_reasoning_parser, reasoning_parser_names
-from chunkattn.answer_parsers.tool_parser import ToolParser, register_tool_parser
+from chunkattn.answer_parsers.reasoning import REASONING_PARSERS, find_reasoning_parser
+from chunkattn.answer_parsers.tool_parser import TOOL_PARSERS, ToolParser, register_tool_parser
 from chunkattn.answer_parsers.tools import Tool, Tools
 from chunkattn.errors import ConfigError
 from tests.answer_parsers.families import AT_BEGINNING, TEMPLATES, written
@@ -335,11 +335,11 @@ def test_templates_choose_parsers():
     for name, template in TRACES.items():
         assert find_tool_parser("auto", f"{{% if tools %}}{template}{{% endif %}}") is find_tool_parser(name, "")
         assert find_tool_parser("none", template) is None
-    assert {*TRACES} <= {*tool_parser_names()}
+    assert {*TRACES} <= {*TOOL_PARSERS.names()}
     assert find_tool_parser("auto", "{{ messages }}") is None
     assert find_reasoning_parser("auto", "{{ messages }}") is None
     assert find_reasoning_parser("auto", "</think>") is find_reasoning_parser("qwen3", "")
-    assert {"qwen3", "mistral", "gemma4"} <= {*reasoning_parser_names()}
+    assert {"qwen3", "mistral", "gemma4"} <= {*REASONING_PARSERS.names()}
 
 
 @pytest.mark.parametrize("find", [find_tool_parser, find_reasoning_parser])
@@ -349,9 +349,7 @@ def test_unknown_names_are_refused(find):
 
 
 def test_a_class_can_be_registered(monkeypatch):
-    from chunkattn.answer_parsers import tool_parser
-
-    monkeypatch.setattr(tool_parser, "_parsers", dict(tool_parser._parsers))
+    monkeypatch.setattr(TOOL_PARSERS, "_parsers", dict(TOOL_PARSERS._parsers))
 
     @register_tool_parser("shout")
     class Shout(ToolParser):
