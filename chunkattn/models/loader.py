@@ -16,7 +16,8 @@ import xxhash
 from chunkattn.adapter_salt import folders_of
 from chunkattn.errors import ConfigError, ModelError
 from chunkattn.local_files import is_present, read_object
-from chunkattn.models.adapters import CONFIG_FILE, WEIGHTS_FILE, Adapter, adapter_folder, read_adapter
+from chunkattn.models.adapter_config import CONFIG_FILE, WEIGHTS_FILE
+from chunkattn.models.adapters import Adapter, adapter_folder, read_adapter
 from chunkattn.models.decision_files import DecisionModel, read_decision
 from chunkattn.models.families import FAMILIES, NESTED, language_part, spec_from_config, unsupported
 from chunkattn.models.foreign_files import explain_folder
