@@ -13,7 +13,7 @@ from typing import Any
 
 from chunkattn.adapter_salt import NOT_OPEN, LoRARequest
 from chunkattn.calibration import label_scales_of
-from chunkattn.calls.algorithms import check_algorithm
+from chunkattn.calls.algorithm_choice import check_algorithm
 from chunkattn.calls.decide_questions import AnswerLabels
 from chunkattn.calls.decide_verdict import AUTO, HEAD
 from chunkattn.calls.detokenizer import token_decoder

@@ -12,16 +12,8 @@ import numpy as np
 from jaxtyping import Float32, Float64
 from scipy.special import expit, softmax
 
-from chunkattn.calls.algorithms import (
-    ALGORITHMS,
-    AUTO,
-    ScoreInputs,
-    SharedDocuments,
-    extend_documents,
-    predict,
-    refusals,
-    select_algorithm,
-)
+from chunkattn.calls.algorithm_choice import predict, refusals, select_algorithm
+from chunkattn.calls.algorithms import ALGORITHMS, AUTO, ScoreInputs, SharedDocuments, extend_documents
 from chunkattn.calls.frontend import Frontend, check_priorities
 from chunkattn.calls.job import STAGE_STEPS, Ask, Flow, stages
 from chunkattn.calls.score_memory import digests, item_keys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from chunkattn.calls.algorithms import too_costly
+from chunkattn.calls.algorithm_choice import too_costly
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import STAGE_STEPS, Flow, LookUp, together
 from chunkattn.calls.score import ScoreCall, computed_rows

@@ -11,17 +11,8 @@ from safetensors.numpy import load_file, save_file
 from chunkattn.backends import AttentionBatch
 from chunkattn.backends.packed_dense import PackedDenseBackend
 from chunkattn.calls import score
-from chunkattn.calls.algorithms import (
-    ALGORITHMS,
-    AUTO,
-    STEADY,
-    ScoreInputs,
-    packed_segment,
-    predict,
-    prefill_extend,
-    refusals,
-    select_algorithm,
-)
+from chunkattn.calls.algorithm_choice import STEADY, predict, refusals, select_algorithm
+from chunkattn.calls.algorithms import ALGORITHMS, AUTO, ScoreInputs, packed_segment, prefill_extend
 from chunkattn.calls.score import ScoreCall
 from chunkattn.calls.score_memory import digests
 from chunkattn.engine.messages import GenerateRequest, ScoreRequest, ScoreResult, StepRates

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.calls.algorithms import ALGORITHMS, refusals
+from chunkattn.calls.algorithm_choice import refusals
+from chunkattn.calls.algorithms import ALGORITHMS
 from chunkattn.calls.frontend import Frontend
 from chunkattn.calls.job import CheckShape, Question, answer, drive
 from chunkattn.calls.score import ScoreCall
