@@ -18,6 +18,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from chunkattn.errors import ConfigError
+from chunkattn.gateway.replica_reports import read_metrics, read_models, read_report
 from chunkattn.gateway.replicas import BadStatusError, Message, NotSentError, Outgoing, ReplicaGoneError, Report
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,6 @@ _WITHOUT_REPORT = (401, 403, 404, 405)
 _PORTS = {"http": 80, "https": 443}
 _SKIPPED = ("User-Agent", "Accept", "Accept-Encoding", "Content-Type")
 """Headers that aiohttp adds by itself; the client's own are relayed."""
-_SAMPLE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})? (\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def check_url(url: str) -> str:
@@ -262,7 +261,7 @@ class HttpReplicas:
                 return await self._plain_report(name)
             if status != 200:
                 raise ReplicaGoneError(f"{name} answers {status} to its report")
-            report, version = _read_report(body)
+            report, version = read_report(body)
             if report.generation != generation:  # all of it, since what was read before is of another cache
                 self._read[name] = report.generation, 0
             else:
@@ -292,10 +291,10 @@ class HttpReplicas:
             started, capacity, models = plain.started, plain.capacity, (plain.adapters, plain.decide_method)
             metrics_status, text = await self._get(name, "/metrics")
             if metrics_status == 200:
-                started, capacity = _read_metrics(text.decode("utf-8", "replace"))
+                started, capacity = read_metrics(text.decode("utf-8", "replace"))
             models_status, listed = await self._get(name, "/v1/models")
             if models_status == 200:
-                models = _read_models(listed)
+                models = read_models(listed)
             plain = self._plain[name] = _Plain(started, capacity, time.monotonic() + _METRICS_S, *models)
         ready = status == 200 or unresponsive
         _, capacity, _, adapters, method = plain
@@ -383,50 +382,3 @@ def _check_status(name: str, status: int) -> None:
 
 def _described(name: str, error: BaseException) -> str:
     return f"{name}: {type(error).__name__}"
-
-
-def _read_report(body: bytes) -> tuple[Report, int]:
-    """Return the report that `/v1/cache/report` answers with, and its version.
-
-    Raises:
-        ReplicaGoneError: it is malformed.
-    """
-    try:
-        fields = msgspec.json.decode(body)
-        held = {int(key): int(size) for key, size in fields.get("held") or ()}
-        capacity = None if fields.get("capacity") is None else int(fields["capacity"])
-        ready, responsive = bool(fields["ready"]), bool(fields.get("responsive", True))
-        adapters = tuple(map(str, fields.get("adapters") or ()))
-        method = fields.get("decide_method") and str(fields["decide_method"])
-        report = Report(str(fields["generation"]), ready, capacity, held, responsive, adapters, method)
-        return report, int(fields.get("version", 0))
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ReplicaGoneError(f"its report cannot be read: {type(error).__name__}") from None
-
-
-def _read_models(body: bytes) -> tuple[tuple[str, ...], str | None]:
-    """Return the names of the adapters in a list of models, those with a `parent`, and the method of decisions by default."""
-    with suppress(msgspec.DecodeError, TypeError, AttributeError, KeyError):
-        models = msgspec.json.decode(body)["data"]
-        methods = [str(model["decide_method"]) for model in models if model.get("decide_method")]
-        return tuple(str(model["id"]) for model in models if model.get("parent")), next(iter(methods), None)
-    return (), None
-
-
-def _read_metrics(text: str) -> tuple[str, int | None]:
-    """Return the start time of a process and the tokens of its KV cache, from the metrics of chunkattn or vLLM."""
-    started, pages, block_size, capacity = "", 0.0, None, None
-    for name, labels, value in _SAMPLE.findall(text):
-        if name == "process_start_time_seconds":
-            started = value
-        elif name == "chunkattn_pages":
-            pages += float(value)
-        elif name == "chunkattn_block_size":
-            block_size = float(value)
-        elif name == "vllm:cache_config_info":
-            values = dict(_LABEL.findall(labels))
-            with suppress(KeyError, ValueError):
-                capacity = int(values["num_gpu_blocks"]) * int(values["block_size"])
-    if block_size is not None and pages:
-        capacity = int(pages * block_size)
-    return started, capacity

@@ -11,6 +11,7 @@ from chunkattn.gateway import http_replicas
 from chunkattn.gateway.http_replicas import HttpReplicas
 from chunkattn.gateway.options import GatewayOptions
 from chunkattn.gateway.policy import Policy
+from chunkattn.gateway.replica_reports import read_metrics
 from chunkattn.gateway.replicas import Report
 from chunkattn.gateway.text_measure import TextMeasure
 from chunkattn.gateway.watch import Watch
@@ -240,7 +241,7 @@ def test_a_plain_replica_is_read_by_its_health_and_metrics():
 
 
 def test_ours_without_reports_is_read_by_its_metrics():
-    assert http_replicas._read_metrics(
+    assert read_metrics(
         'chunkattn_pages{state="used"} 3.0\nchunkattn_pages{state="free"} 5.0\nchunkattn_block_size 16.0\n'
     ) == ("", 128)
 
