@@ -26,6 +26,7 @@ from chunkattn.backends.cpu import linear as native
 from chunkattn.backends.cpu.normaliser import normaliser
 from chunkattn.backends.registry import get_backend
 from chunkattn.engine import sampling
+from chunkattn.engine.sample_inputs import SAMPLE_BUCKETS
 from chunkattn.models import linear
 from chunkattn.terminal.progress import timed
 from chunkattn.tools.bench.measure import round_name
@@ -218,7 +219,7 @@ def main() -> None:
         for rows in sampling.READ_BUCKETS:
             ways = {"native": normaliser, "xla": sampling.xla_normaliser}
             compare(f"{rows} rows", {name: readout(rows, way) for name, way in ways.items()}, args.rounds)
-        few, many = sampling.READ_BUCKETS[-1], sampling.SAMPLE_BUCKETS[-1]
+        few, many = sampling.READ_BUCKETS[-1], SAMPLE_BUCKETS[-1]
         print("labels of rows from their logits, in blocks; ratio: large over small")
         blocks = {f"{size} rows": labels_of_logits(few * many // 16, size) for size in (few, many)}
         compare(f"{few * many // 16} rows", blocks, args.rounds)

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from chunkattn.backends.base import AttentionBackend, Metadata, StepArray
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.programs import ProgramCounts
-from chunkattn.engine.sampling import SampleInput, choose, largest, read
+from chunkattn.engine.sample_inputs import SampleInput
+from chunkattn.engine.sampling import choose, largest, read
 from chunkattn.engine.upload import Form, unpack
 from chunkattn.models.shards import WHOLE, Shards
 

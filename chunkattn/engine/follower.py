@@ -26,7 +26,7 @@ from chunkattn.engine.host_calls import (
     WarmPicks,
     WarmReadout,
 )
-from chunkattn.engine.sampling import Edits, SampleInput
+from chunkattn.engine.sample_inputs import Edits, SampleInput
 from chunkattn.engine.step import StepArrays
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ import numpy as np
 from chunkattn.backends.base import AttentionBackend
 from chunkattn.backends.cpu import label_readout
 from chunkattn.backends.cpu import packed as native
-from chunkattn.engine.sampling import READ_BUCKETS, SAMPLE_BUCKETS, normalised
+from chunkattn.engine.sample_inputs import SAMPLE_BUCKETS
+from chunkattn.engine.sampling import READ_BUCKETS, normalised
 from chunkattn.errors import ConfigError
 from chunkattn.models.experts import mix, route
 from chunkattn.models.linear import multiply, sums

@@ -28,7 +28,7 @@ from chunkattn.engine.rates import RateMeter
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.row_reader import Reading
 from chunkattn.engine.runner import Runner
-from chunkattn.engine.sampling import sampling_blocks
+from chunkattn.engine.sample_inputs import sampling_blocks
 from chunkattn.engine.step import SampleRow, Step
 from chunkattn.request_record import RequestStats
 

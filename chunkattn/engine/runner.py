@@ -29,21 +29,8 @@ from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.kv_pool import KVPool, fingerprint
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.row_reader import LABEL_WIDTHS, Params, Reading, RowReader, begin_copy
-from chunkattn.engine.sampling import (
-    SAMPLE_BUCKETS,
-    Edits,
-    SampleInput,
-    apply_edits,
-    apply_mask,
-    choose,
-    edit_widths,
-    empty_edits,
-    empty_input,
-    finite_rows,
-    largest,
-    mask_words,
-    read,
-)
+from chunkattn.engine.sample_inputs import SAMPLE_BUCKETS, Edits, SampleInput, edit_widths, empty_edits, empty_input
+from chunkattn.engine.sampling import apply_edits, apply_mask, choose, finite_rows, largest, mask_words, read
 from chunkattn.engine.state_pool import StatePool
 from chunkattn.engine.step import StepArrays
 from chunkattn.engine.upload import Form, pack, unpack

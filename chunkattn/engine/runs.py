@@ -21,7 +21,7 @@ from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.messages import TokenLogprobs
 from chunkattn.engine.request import Request, Sample
 from chunkattn.engine.runner import Runner
-from chunkattn.engine.sampling import edits_logits, empty_input, sample_input
+from chunkattn.engine.sample_inputs import edits_logits, empty_input, sample_input
 from chunkattn.engine.scheduler import Scheduler
 from chunkattn.engine.step import Span, Step, StepBuilder
 from chunkattn.engine.step_sizes import bucket_for

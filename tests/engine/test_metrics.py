@@ -10,7 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from chunkattn import LLM, ChunkedPrompt, SamplingParams
 from chunkattn.engine.messages import ScoreRequest
 from chunkattn.engine.runner import Runner
-from chunkattn.engine.sampling import READ_BUCKETS, SAMPLE_BUCKETS
+from chunkattn.engine.sample_inputs import SAMPLE_BUCKETS
+from chunkattn.engine.sampling import READ_BUCKETS
 from chunkattn.engine.warmup import WarmUp
 from chunkattn.rope.positions import make_layout
 from tests.checkpoints import VOCAB

@@ -22,7 +22,8 @@ from chunkattn.calls.detokenizer import Detokenizer
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.messages import GenerateRequest, StepRates
 from chunkattn.engine.request import Request, Sample
-from chunkattn.engine.sampling import apply_edits, argmax, edit_input, truncate
+from chunkattn.engine.sample_inputs import edit_input
+from chunkattn.engine.sampling import apply_edits, argmax, truncate
 from chunkattn.engine.step_sizes import StepSizes
 from chunkattn.models.loader import DEMO_FOLDER
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from chunkattn.engine.sampling import empty_input
+from chunkattn.engine.sample_inputs import empty_input
 
 _COLLECTIVES = "all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all|collective-broadcast"
 _CALL = re.compile(rf"= .*? ({_COLLECTIVES})(?:-start)?\(")
