@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import FP8, AttentionBackend, AttentionBatch, AttentionSpec, HeadInputs
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, HeadInputs
+from chunkattn.backends.default_cache import FP8
 from chunkattn.backends.registry import get_backend, refusal
 from chunkattn.cache.slots import plan_slots
 from chunkattn.errors import BackendError

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from chunkattn import LLM, AttentionBackend, SamplingParams, register_backend
-from chunkattn.backends.base import read_pages, write_pages
+from chunkattn.backends.default_cache import read_pages, write_pages
 from chunkattn.testing import check_backend
 
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from benchmarks.aot import MIB, LayerCase, compile_call
 from benchmarks.nvidia.hopper import BANDWIDTH, CLOCK, MULTIPROCESSORS, sharding
 from benchmarks.nvidia.kernels import SLOTS, Kernel, UnknownDump, forget_kernels, read_kernels
-from chunkattn.backends.base import FP8, HeadInputs
+from chunkattn.backends.base import HeadInputs
+from chunkattn.backends.default_cache import FP8
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.shape import Shape
 

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32, Int64
 
-from chunkattn.backends.base import KV, AttentionBackend, AttentionBatch, AttentionSpec, KVCache, Queries, StepArray
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, Queries, StepArray
+from chunkattn.backends.default_cache import KV, KVCache
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.tiles import spans
 from chunkattn.errors import BackendError

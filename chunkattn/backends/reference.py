@@ -14,18 +14,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from chunkattn.backends.base import (
-    KV,
-    AttentionBatch,
-    KVCache,
-    PortableBackend,
-    Queries,
-    RowWeighing,
-    StepArray,
-    positions_of,
-    read_slots,
-    write_pages,
-)
+from chunkattn.backends.base import AttentionBatch, Queries, RowWeighing, StepArray, positions_of
+from chunkattn.backends.default_cache import KV, KVCache, read_slots, write_pages
+from chunkattn.backends.portable import PortableBackend
 from chunkattn.backends.registry import register_backend
 
 PORTION = 128

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float32
 
-from chunkattn.backends.base import on_cpu
+from chunkattn.backends.portable import on_cpu
 
 _COLUMNS = 64
 """Divisor of the columns of a product whose right side has its depth first, on CPUs."""

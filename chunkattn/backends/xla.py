@@ -24,19 +24,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from chunkattn.backends import softmax
-from chunkattn.backends.base import (
-    KV,
-    AttentionBatch,
-    KVCache,
-    PortableBackend,
-    Queries,
-    RowWeighing,
-    StepArray,
-    on_cpu,
-    positions_of,
-    read_slots,
-    write_pages,
-)
+from chunkattn.backends.base import AttentionBatch, Queries, RowWeighing, StepArray, positions_of
+from chunkattn.backends.default_cache import KV, KVCache, read_slots, write_pages
+from chunkattn.backends.portable import PortableBackend, on_cpu
 from chunkattn.backends.registry import register_backend
 from chunkattn.backends.softmax import Softmax
 from chunkattn.backends.tiles import Tiles, cut, cut_at_questions, spans

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from chunkattn.backends.base import on_cpu
+from chunkattn.backends.portable import on_cpu
 from chunkattn.backends.recurrence import (
     BLOCK,
     NO_WALK,

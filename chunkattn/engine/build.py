@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from chunkattn.backends import AttentionSpec, make_backend
-from chunkattn.backends.base import FP8
 from chunkattn.backends.cpu.recurrence import NativeRecurrence
+from chunkattn.backends.default_cache import FP8
 from chunkattn.backends.recurrent import make_recurrence
 from chunkattn.cache.disk.store import KVStore
 from chunkattn.config import EngineConfig

@@ -16,7 +16,8 @@ import numpy as np
 import xxhash
 from jax.sharding import PartitionSpec
 
-from chunkattn.backends.base import AttentionBackend, KVCache
+from chunkattn.backends.base import AttentionBackend
+from chunkattn.backends.default_cache import KVCache
 from chunkattn.engine.host_calls import CopyPages, Tell
 from chunkattn.engine.programs import ProgramCounts
 from chunkattn.engine.step_sizes import bucket_for, buckets

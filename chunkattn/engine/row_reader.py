@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from chunkattn.backends.base import on_cpu
 from chunkattn.backends.cpu import label_readout
+from chunkattn.backends.portable import on_cpu
 from chunkattn.engine.host_calls import ReadClasses, ReadHidden, ReadLabels, ReadTokens, Tell
 from chunkattn.engine.invariance import Invariance
 from chunkattn.engine.messages import TokenLogprobs

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from chunkattn.backends.base import AttentionBackend, HeadInputs, KVCache, Metadata
+from chunkattn.backends.base import AttentionBackend, HeadInputs, Metadata
+from chunkattn.backends.default_cache import KVCache
 from chunkattn.backends.recurrence import Inputs, RecurrentCache
 from chunkattn.backends.recurrent import make_recurrence
 from chunkattn.backends.registry import ON_REQUEST, get_backend

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from chunkattn.backends.base import on_cpu
+from chunkattn.backends.portable import on_cpu
 from chunkattn.engine.decode_program import MOST_STOPS, NO_TOKEN, STEPS, DecodeArrays, Decoded
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.messages import TokenLogprobs

@@ -19,8 +19,8 @@ import chunkattn.backends.xla as xla
 from benchmarks.attention_memory import temporary_bytes
 from chunkattn import AttentionBackend, chunk_attention, register_backend
 from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend, softmax
-from chunkattn.backends.base import FP8, to_cache
 from chunkattn.backends.cpu import library
+from chunkattn.backends.default_cache import FP8, to_cache
 from chunkattn.backends.pallas_gpu import backend as gpu_backend
 from chunkattn.backends.tiles import Tiles, cut, spans, tile_ranges
 from chunkattn.errors import BackendError

@@ -8,7 +8,7 @@ import torch
 
 from chunkattn import chunk_attention
 from chunkattn.backends import AttentionBatch, AttentionSpec, available_backends, get_backend, make_backend
-from chunkattn.backends.base import FP8
+from chunkattn.backends.default_cache import FP8
 from chunkattn.cache.slots import plan_slots
 from chunkattn.errors import BackendError
 from chunkattn.layout import PREFIX_ID, QUESTION_ID

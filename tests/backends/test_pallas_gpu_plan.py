@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from chunkattn.backends import AttentionBatch, AttentionSpec, make_backend, registry
-from chunkattn.backends.base import FP8
+from chunkattn.backends.default_cache import FP8
 from chunkattn.backends.pallas_gpu import plan, splits, walk
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.combine import CHUNK, REST

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from chunkattn.backends import AttentionSpec, get_backend
-from chunkattn.backends.base import FP8, AttentionBatch, HeadInputs
+from chunkattn.backends.base import AttentionBatch, HeadInputs
 from chunkattn.backends.cpu import library, linear, rows
+from chunkattn.backends.default_cache import FP8
 from chunkattn.models.linear import add_rms_norm, gated, multiply_several, rms_norm
 from chunkattn.testing import random_steps
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from chunkattn import LLM, register_backend
 from chunkattn.backends import AttentionSpec, available_backends, get_backend, registry
-from chunkattn.backends.base import FP8
+from chunkattn.backends.default_cache import FP8
 from chunkattn.backends.reference import ReferenceBackend
 from chunkattn.cli import app, check
 from chunkattn.engine import verdicts

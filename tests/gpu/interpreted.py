@@ -13,7 +13,8 @@ from jax._src.state import types as state_types
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from chunkattn.backends.base import AttentionBatch, AttentionSpec, storage_dtype
+from chunkattn.backends.base import AttentionBatch, AttentionSpec
+from chunkattn.backends.default_cache import storage_dtype
 from chunkattn.backends.pallas_gpu import kernel, plan, products, shape, splits
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.reference import ReferenceBackend

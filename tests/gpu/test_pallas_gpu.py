@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from chunkattn.backends.base import FP8, AttentionBatch
+from chunkattn.backends.base import AttentionBatch
+from chunkattn.backends.default_cache import FP8
 from chunkattn.backends.pallas_gpu import kernel, plan, producer, walk
 from chunkattn.cache.slots import plan_slots
 from chunkattn.rope.positions import make_layout

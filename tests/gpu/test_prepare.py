@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from chunkattn.backends.base import HeadInputs, storage_dtype
+from chunkattn.backends.base import HeadInputs
+from chunkattn.backends.default_cache import storage_dtype
 from chunkattn.backends.pallas_gpu import prepare
 from chunkattn.backends.pallas_gpu.backend import PallasGpuBackend
 from chunkattn.backends.pallas_gpu.prepare import Places, prepare_inputs

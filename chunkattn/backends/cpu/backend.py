@@ -13,18 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int32
 
-from chunkattn.backends.base import (
-    KV,
-    AttentionBackend,
-    AttentionBatch,
-    AttentionSpec,
-    HeadInputs,
-    KVCache,
-    Metadata,
-    Queries,
-    to_cache,
-)
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, HeadInputs, Metadata, Queries
 from chunkattn.backends.cpu import library, linear
+from chunkattn.backends.default_cache import KV, KVCache, to_cache
 from chunkattn.backends.registry import register_backend
 from chunkattn.errors import BackendError
 

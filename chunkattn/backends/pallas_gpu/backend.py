@@ -14,18 +14,8 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
-from chunkattn.backends.base import (
-    FP8,
-    KV,
-    AttentionBackend,
-    AttentionBatch,
-    AttentionSpec,
-    HeadInputs,
-    KVCache,
-    Queries,
-    StepArray,
-    to_cache,
-)
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, HeadInputs, Queries, StepArray
+from chunkattn.backends.default_cache import FP8, KV, KVCache, to_cache
 from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_gpu import walk
 from chunkattn.backends.pallas_gpu.combine import Rows, combine

@@ -21,7 +21,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from chunkattn.backends.base import HeadInputs, KVCache
+from chunkattn.backends.base import HeadInputs
+from chunkattn.backends.default_cache import KVCache
 from chunkattn.backends.pallas_gpu.products import ROWS, commit, load
 
 _L, _ROW, _COLUMN = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from chunkattn.backends.base import FP8, StepArray
+from chunkattn.backends.base import StepArray
+from chunkattn.backends.default_cache import FP8
 from chunkattn.backends.pallas_gpu.products import ROWS
 
 _TILES = {64: (128, 4), 128: (128, 3), 256: (64, 2)}

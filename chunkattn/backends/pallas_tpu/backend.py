@@ -12,16 +12,8 @@ import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from chunkattn.backends.base import (
-    KV,
-    AttentionBackend,
-    AttentionBatch,
-    AttentionSpec,
-    KVCache,
-    Queries,
-    StepArray,
-    to_cache,
-)
+from chunkattn.backends.base import AttentionBackend, AttentionBatch, AttentionSpec, Queries, StepArray
+from chunkattn.backends.default_cache import KV, KVCache, to_cache
 from chunkattn.backends.own_sequences import own_sequences
 from chunkattn.backends.pallas_tpu import kernel
 from chunkattn.backends.pallas_tpu.blocks import CHIPS, LANES, LARGE_PAGE, TABLE, Blocks, Chip, Shape, chip_here
