@@ -17,7 +17,6 @@ from chunkattn.tools.bench.peers import NOT_FOUND, PeerError, PeerProcess, find_
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-GEN_PEERS = ("vllm", "llama.cpp")
 _PAUSE_S = 0.3
 """Seconds between two processes' jobs, because idle threads of OpenMP and XLA spin for a while."""
 _SPARE_POSITIONS = 16
@@ -34,13 +33,13 @@ class GenPeer(ExitStack):
     library measures nothing more in this case. The next case starts a new process, unless no process has ever started.
 
     Args:
-        name: name in `GEN_PEERS`.
+        name: name in `peer_script.MODULES`.
         pythons: interpreters; the first with the library is used.
         load: returns the options of a job.
         progress: see `generate.run`.
 
     Attributes:
-        name: name in `GEN_PEERS`.
+        name: name in `peer_script.MODULES`.
         version: version of the library; empty until it has started.
         is_installed: whether an interpreter has the library.
         notes: reasons for missing figures, and limitations of the others.

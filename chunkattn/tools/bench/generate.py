@@ -54,7 +54,7 @@ class PeerReport:
     """A peer of the benchmark.
 
     Attributes:
-        name: name in `GEN_PEERS`.
+        name: name in `peer_script.MODULES`.
         version: version of the library; empty if it did not start.
         is_installed: whether an interpreter has the library.
         notes: reasons for missing figures, and limitations of the others.
