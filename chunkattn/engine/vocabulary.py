@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from chunkattn.errors import RequestError
@@ -11,6 +14,7 @@ from chunkattn.structured_outputs import PARAM
 
 _SPACE = "\u2581"
 """Mark of a space in the vocabularies of SentencePiece."""
+_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 @dataclass(frozen=True)
@@ -39,52 +43,60 @@ class Vocabulary:
         if tokenizer is None:
             raise RequestError(f"{PARAM} needs a tokenizer and this engine has none", param=PARAM)
         backend = tokenizer.backend_tokenizer
-        state = json.loads(backend.to_str())
-        kinds = _kinds(state.get("decoder")) | _kinds(state.get("pre_tokenizer"))
-        model = state.get("model") or {}
-        if not ({"ByteLevel", "ByteFallback", "Metaspace", "Replace"} & kinds or model.get("byte_fallback")):
+        kinds = _kinds(json.loads(backend.to_str()).get("decoder"))
+        if not {"ByteLevel", "ByteFallback", "Metaspace", "Replace"} & kinds:
             text = f"{PARAM}: the tokens of this tokenizer are neither byte-level nor SentencePiece's"
             raise RequestError(text, param=PARAM)
-        bytes_of = _byte_level() if "ByteLevel" in kinds else None
+        bytes_of: Callable[[str], bytes] = partial(_piece, has_bytes="ByteFallback" in kinds)
+        if "ByteLevel" in kinds:
+            bytes_of = partial(_byte_level, alphabet=_alphabet())
         added = backend.get_added_tokens_decoder()
         texts = {number: text for text, number in backend.get_vocab(with_added_tokens=False).items()}
         size = min(rows, max((*texts, *added)) + 1)
         tokens, special = [b""] * size, list[int]()
         for number in range(size):
             token = added.get(number)
-            if token is not None:
-                tokens[number] = token.content.encode()
+            if token is not None:  # the decoder reads it as any other token
+                tokens[number] = bytes_of(token.content)
                 if token.special:
                     special.append(number)
             elif number not in texts:
                 special.append(number)
-            elif bytes_of is None:
-                tokens[number] = _piece(texts[number])
             else:
-                tokens[number] = b"".join(bytes_of.get(char, char.encode()) for char in texts[number])
+                tokens[number] = bytes_of(texts[number])
         return Vocabulary(tuple(tokens), tuple(special))
 
 
 def _kinds(part: Any) -> set[str]:
-    """Return the types of a part of a tokenizer, and of the parts of a sequence."""
+    """Return the types of a decoder, and of the decoders of a sequence."""
     if not isinstance(part, dict):
         return set()
-    inner = [*part.get("decoders", ()), *part.get("pretokenizers", ())]
-    return {str(part.get("type"))}.union(*map(_kinds, inner))
+    return {str(part.get("type"))}.union(*map(_kinds, part.get("decoders", ())))
 
 
-def _byte_level() -> dict[str, bytes]:
+def _alphabet() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for.
 
     Source: `bytes_to_unicode` of GPT-2's encoder.
     """
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    return {chr(byte): bytes([byte]) for byte in shown} | {chr(256 + n): bytes([byte]) for n, byte in enumerate(hidden)}
+    return {chr(byte): byte for byte in shown} | {chr(256 + n): byte for n, byte in enumerate(hidden)}
 
 
-def _piece(text: str) -> bytes:
-    """Return the bytes of a piece of SentencePiece."""
-    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
-        return bytes([int(text[3:5], 16)])
+def _byte_level(text: str, alphabet: Mapping[str, int]) -> bytes:
+    """Return the bytes of a byte-level token. One with a character outside the alphabet stands for its own text."""
+    known = [alphabet.get(char) for char in text]
+    return text.encode() if None in known else bytes(byte for byte in known if byte is not None)
+
+
+def _piece(text: str, has_bytes: bool) -> bytes:
+    """Return the bytes of a piece of SentencePiece.
+
+    Args:
+        text: text of the piece.
+        has_bytes: whether a piece such as `<0x0A>` is a byte; otherwise it stands for its text.
+    """
+    if has_bytes and (byte := _BYTE.fullmatch(text)):
+        return bytes([int(byte[1], 16)])
     return text.replace(_SPACE, " ").encode()

@@ -3,16 +3,12 @@
 import json
 import random
 import re
-from types import SimpleNamespace
 
 import jsonschema
-import llguidance
 import numpy as np
 import pytest
 
 from chunkattn import ChunkedPrompt, SamplingParams, StructuredOutputsParams
-from chunkattn.engine.vocabulary import Vocabulary
-from tests.tokenizer_files import FILES
 
 PROMPT = ChunkedPrompt("Read the notes.", ["Ana lives in Oslo.", "Ben lives in Rome."], "Where does Ana live?")
 FREE = SamplingParams(max_tokens=24, seed=11, logprobs=3)
@@ -165,23 +161,3 @@ def test_parameters():
             StructuredOutputsParams(**given)
     with pytest.raises(ValueError, match="must be StructuredOutputsParams"):
         SamplingParams(structured_outputs={"json": {}})
-
-
-@pytest.mark.parametrize("name", ["gpt2", "gpt2-prefix", "qwen2", "digits", "added", "demo"])
-def test_bytes_of_tokens(demo, name):
-    backend = demo.tokenizer.backend_tokenizer if name == "demo" else FILES[name][0]
-    witness = llguidance.LLTokenizer(backend.to_str(), eos_token=0)
-    vocabulary = Vocabulary.of(SimpleNamespace(backend_tokenizer=backend), 1 << 20)
-    added = {number: token.content.encode() for number, token in backend.get_added_tokens_decoder().items()}
-    for number, token in enumerate(vocabulary.tokens):
-        if number in added:  # the library reads an added token as bytes of the alphabet
-            assert token == added[number]
-        elif not token.startswith(b"\xff"):  # a mark of its own to the library
-            assert token == witness.decode_bytes([number])
-    assert all(witness.is_special_token(number) for number in vocabulary.special)
-
-
-def test_pieces_of_sentencepiece():
-    vocabulary = Vocabulary.of(SimpleNamespace(backend_tokenizer=FILES["llama2"][0]), 1 << 20)
-    ids = FILES["llama2"][0].encode("an old the\n", add_special_tokens=False).ids
-    assert b"".join(vocabulary.tokens[number] for number in ids if number not in vocabulary.special).startswith(b" an old the")
