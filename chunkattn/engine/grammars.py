@@ -36,6 +36,7 @@ _WHITESPACE = r"[ \n\r\t]{0,20}"
 """White space between two tokens of JSON: a model that goes on with spaces would reach its limit of tokens."""
 _GBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _LONGEST_REASON = 400
+_STUCK = "no token may follow the text, and no token may end it"
 _EXCERPT = re.compile(r"\n *\d+ \| |<state>|<non-verbose/>")
 """Begin of the lines of the grammar, or of its state, which follow the library's words on an error."""
 
@@ -96,10 +97,11 @@ class TextMatcher:
     Attributes:
         matcher: the library's matcher.
         length: number of tokens that it has taken.
+        is_stuck: whether no token may follow the text, and none may end it.
     """
 
     def __init__(self, grammar: LLMatcher) -> None:
-        self.matcher, self.length = grammar.deep_copy(), 0
+        self.matcher, self.length, self.is_stuck = grammar.deep_copy(), 0, False
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Take the tokens of a text that have not been taken."""
@@ -109,13 +111,19 @@ class TextMatcher:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether the grammar allows no further token, and the text follows it."""
+        """Return whether the grammar allows no further text, and the text follows it."""
         return self.matcher.is_stopped() and not self.matcher.is_error()
+
+    @property
+    def has_no_token(self) -> bool:
+        """Return whether the text follows the grammar, and no token of the vocabulary may follow the text."""
+        mask = self.matcher.compute_bitmask() if self.matcher.is_accepting() else None
+        return mask is not None and int.from_bytes(mask, "little").bit_count() == 1  # the end is a token to the library
 
     @property
     def error(self) -> str:
         """Return why the matcher can go no further, such as a limit; an empty text if it can."""
-        return _reason(self.matcher)
+        return _STUCK if self.is_stuck else _reason(self.matcher)
 
 
 class _Tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -17,14 +17,17 @@ _ALL = -1
 def matcher_of(sample: Sample) -> TextMatcher:
     """Return the state of a sample's text in the grammar of its request, with all tokens of its output."""
     assert sample.request.grammar is not None
-    if sample.matcher is None:
+    if sample.matcher is None or sample.matcher.length > len(sample.output_ids):  # an interrupt has lost a token
         sample.matcher = TextMatcher(sample.request.grammar)
     sample.matcher.follow(sample.output_ids)
     return sample.matcher
 
 
 def take_token(sample: Sample, token: int) -> bool:
-    """Take the next token of a text that a grammar describes. Return whether the grammar allows no further token.
+    """Take the next token of a text that a grammar describes. Return whether the text is complete.
+
+    A text is complete if the grammar allows nothing more. A text that no token may end is complete, too, if the grammar allows
+    its end, and the vocabulary has no token that goes on.
 
     Args:
         sample: the sample, whose output does not have the token yet.
@@ -32,14 +35,14 @@ def take_token(sample: Sample, token: int) -> bool:
     """
     matcher = matcher_of(sample)
     matcher.follow([*sample.output_ids, token])
-    return matcher.is_complete
+    return matcher.is_complete or (not sample.request.ends and matcher.has_no_token)
 
 
 def mask_input(block: Sequence[SampleRow], size: int, vocab_size: int, grammars: Grammars) -> np.ndarray | None:
     """Return the masks of a block, padded to `size` rows; None if no row has a grammar.
 
     A token that ends the text is allowed where the grammar lets the text end, if the text has `min_tokens` tokens or nothing
-    else is allowed. A row whose matcher has an error may draw any token: its request fails after the step.
+    else is allowed. A stop token that is a part of the text is allowed there, too, and an end-of-sequence token never. A row whose matcher has an error may draw any token: its request fails after the step.
 
     Args:
         block: rows to sample from.
@@ -66,6 +69,8 @@ def mask_input(block: Sequence[SampleRow], size: int, vocab_size: int, grammars:
 def _with_ends(sample: Sample, words: np.ndarray, may_end: bool, count: int) -> np.ndarray | None:
     """Return the mask of a row, int32 `[count]`, with the tokens that end the text; None for a matcher with an error.
 
+    A matcher whose row would allow nothing becomes one with an error.
+
     Args:
         sample: sample of the row.
         words: int32 `[W]` tokens of the text that the grammar allows, without the end.
@@ -76,10 +81,22 @@ def _with_ends(sample: Sample, words: np.ndarray, may_end: bool, count: int) -> 
         return None
     mask = np.zeros(count, np.int32)
     mask[: len(words)] = words[:count]
-    ends = np.zeros(count, np.uint32)
-    for token in sample.request.ends:
-        ends[token // 32] |= np.uint32(1 << token % 32)
-    kept = mask & ~ends.view(np.int32)
+    request = sample.request
+    ends = _mask_of(request.ends, count)
+    if not sample.params.ignore_eos:  # a token of the text, too, in some vocabularies
+        mask &= ~_mask_of(request.eos_token_ids, count)
+    kept = mask & ~ends
     if len(sample.output_ids) < sample.params.min_tokens and kept.any():
         return kept
-    return mask | ends.view(np.int32) if may_end else mask
+    if may_end:
+        mask |= ends
+    sample.matcher.is_stuck = not mask.any()
+    return None if sample.matcher.is_stuck else mask
+
+
+def _mask_of(token_ids: Iterable[int], count: int) -> np.ndarray:
+    """Return the mask of some tokens, int32 `[count]`."""
+    mask = np.zeros(count, np.uint32)
+    for token in token_ids:
+        mask[token // 32] |= np.uint32(1 << token % 32)
+    return mask.view(np.int32)

@@ -49,7 +49,7 @@ class Request:
         sampling: parameters of a generation request, else None.
         score: message of a scoring request, else None.
         precompute: message of a precompute request, else None.
-        eos_token_ids: tokens that end the text.
+        eos_token_ids: tokens of the model that end the text; a checkpoint may name others.
         weighing: chunk temperature and scale of the question's attention; None leaves it as it is.
         distinct: whether every prompt token must be computed, even in repeated chunks, for its log-probability.
         logprobs_from: token index from which prompt log-probabilities are read; None reads none.
@@ -102,6 +102,7 @@ class Request:
         self.seed, self.ranked, self.prompt_only = 0, True, False
         if isinstance(message, GenerateRequest):
             self._generate(message, message.sampling, config.seed)
+            self.eos_token_ids = frozenset(token for token in message.eos_token_ids if 0 <= token < limits.vocab_size)
         self.computed = np.zeros(len(layout), bool)
         self.values: dict[int, Any] | None = {}
         self._keys: dict[tuple[int, int], tuple[int, bytes]] = {}
@@ -126,7 +127,7 @@ class Request:
         self.weighing = self.weighing and (message.weighing or self.weighing)
         self.logprobs_from = None if params.prompt_logprobs is None else message.logprobs_from or 0
         self.ranked = message.logprobs_from is None or bool(params.prompt_logprobs)
-        self.prompt_only, self.eos_token_ids = message.prompt_only, frozenset(message.eos_token_ids)
+        self.prompt_only = message.prompt_only
 
     @property
     def order(self) -> tuple[int, int]:

@@ -27,6 +27,7 @@ from chunkattn.decisions import ChoiceAnswer
 from chunkattn.engine import request, row_reader, sampling
 from chunkattn.engine.row_reader import LABEL_WIDTHS
 from chunkattn.models import linear
+from tests import shaped_calls
 from tests.chat_templates import CHATML
 from tests.checkpoints import make_checkpoint
 from tests.flows import stages_of
@@ -99,11 +100,18 @@ def generate(params):
     return Row(ask, pieces, [([], [], own) for own in tokens(2, 30, 90)] + [(prefix, [first], [5])])
 
 
-def focus(score, mode):
+def shaped():
+    long, first, second, third, question = tokens(1, 210, 170, 9, 70, 25)
+    texts = [([], [], long), (long[:40], [first, second, third], question), (long[:40], [third, second, third], question[:7])]
+    pieces = [(*text, name) for text in texts for name in shaped_calls.ASKED]
+    return Row(shaped_calls.ask, pieces, [([], [], own, "regex") for own in tokens(2, 30, 90)])
+
+
+def focus(score, mode, params=GREEDY):
     def ask(llm, pieces, turn, salt):
         documents = turned([*TEXTS, "", TEXTS[2]], turn)
         prompts = [DocumentPrompt("Read. ", documents, question, Focus(n, mode, score)) for question, n in pieces]
-        outputs = llm.generate(prompts, GREEDY, cache_salt=salt, use_tqdm=False)
+        outputs = llm.generate(prompts, params, cache_salt=salt, use_tqdm=False)
         # A chosen document has the number of its first copy.
         assert all(documents.index(documents[n]) == n for own in outputs for n in own.focus.documents)
         chosen = [(turned(own.focus.scores, turn), [documents[n] for n in own.focus.documents]) for own in outputs]
@@ -171,7 +179,9 @@ ROWS = {
     "generate": generate(GREEDY),
     "sample": generate(SAMPLED),
     "prompt logprobs": generate(READ),
+    "shapes": shaped(),
     "focus only": focus("likelihood", "only"),
+    "focus and a shape": focus("likelihood", "reread", shaped_calls.params("json")),
     "focus reread": focus("relevance", "reread"),
     "serial": score("serial"),
     "packed_segment": score("packed_segment", "serial"),
@@ -373,7 +383,7 @@ def shared_expert(tmp_path_factory):
 def gemma(tmp_path_factory):
     made = tmp_path_factory.mktemp("gemma")
     kinds = ["sliding_attention", "full_attention"]
-    own = {"sliding_window": 37, "layer_types": kinds, "final_logit_softcapping": 5.0}
+    own = {"sliding_window": 37, "layer_types": kinds, "final_logit_softcapping": 5.0, "eos_token_id": None}
     make_checkpoint(Gemma3TextConfig(**{**SHAPE, "max_position_embeddings": 2048}, **own), made)
     add_tokenizer(made, chat_template=CHATML)
     return made
