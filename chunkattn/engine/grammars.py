@@ -36,6 +36,8 @@ _WHITESPACE = r"[ \n\r\t]{0,20}"
 """White space between two tokens of JSON: a model that goes on with spaces would reach its limit of tokens."""
 _GBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
 _LONGEST_REASON = 400
+_NO_TOKEN = "NoExtensionBias"
+"""The library's word for a text that no token of the vocabulary can go on with."""
 _STUCK = "no token may follow the text, and no token may end it"
 _EXCERPT = re.compile(r"\n *\d+ \| |<state>|<non-verbose/>")
 """Begin of the lines of the grammar, or of its state, which follow the library's words on an error."""
@@ -217,4 +219,5 @@ class Grammars:
 def _reason(matcher: LLMatcher) -> str:
     """Return the library's words on an error, without the state that it prints; an empty text without an error."""
     reason = _EXCERPT.split(str(matcher.get_error()), maxsplit=1)[0].strip()
+    reason = _STUCK if reason == _NO_TOKEN else reason
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[:_LONGEST_REASON]} ..."

@@ -42,7 +42,8 @@ def mask_input(block: Sequence[SampleRow], size: int, vocab_size: int, grammars:
     """Return the masks of a block, padded to `size` rows; None if no row has a grammar.
 
     A token that ends the text is allowed where the grammar lets the text end, if the text has `min_tokens` tokens or nothing
-    else is allowed. A stop token that is a part of the text is allowed there, too, and an end-of-sequence token never. A row whose matcher has an error may draw any token: its request fails after the step.
+    else is allowed. Elsewhere, a stop token may be a part of the text, which it cuts, and an end-of-sequence token may not. A
+    row whose matcher has an error may draw any token: its request fails after the step.
 
     Args:
         block: rows to sample from.
