@@ -111,6 +111,11 @@ class TextMatcher:
             self.matcher.consume_tokens([*new])
             self.length = len(output_ids)
 
+    def take(self, token: int) -> None:
+        """Take the next token of a text, all of whose tokens have been taken."""
+        self.matcher.consume_tokens([token])
+        self.length += 1
+
     @property
     def is_complete(self) -> bool:
         """Return whether the grammar allows no further text, and the text follows it."""

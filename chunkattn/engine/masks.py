@@ -34,7 +34,7 @@ def take_token(sample: Sample, token: int) -> bool:
         token: token id, which does not end the text.
     """
     matcher = matcher_of(sample)
-    matcher.follow([*sample.output_ids, token])
+    matcher.take(token)
     return matcher.is_complete or (not sample.request.ends and matcher.has_no_token)
 
 

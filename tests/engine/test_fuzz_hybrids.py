@@ -67,6 +67,7 @@ def test_no_difference(judges):
         "choices",
         "second opinions",
         "stop",
+        "shapes",
     )
     assert all(counts[name] for name in happened), counts
     assert counts["refused"] < counts["call"] / 2  # an engine of few slots refuses what pins leave no room for

@@ -9,18 +9,21 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from chunkattn.cache.disk.store import entry_key
 from chunkattn.cache.trie import Block, BlockTrie
 from chunkattn.calls import focus_scores, score
 from chunkattn.calls.algorithms import ScoreInputs
 from chunkattn.calls.score_memory import item_keys
-from chunkattn.engine import decode_program, disk_tier
+from chunkattn.engine import decode_program, disk_tier, readout
 from chunkattn.engine.disk_tier import DiskTier
 from chunkattn.engine.grammars import TextMatcher
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Part, Request, Sample
 from chunkattn.engine.runs import Run, RunResult, Runs
 from chunkattn.engine.states import Move, Track
+from chunkattn.engine.step import SampleRow
 from chunkattn.engine.walks import Walks
 from chunkattn.layout import ChunkLayout
 from chunkattn.parsers import choice
@@ -221,6 +224,20 @@ def _shape() -> Any:
     return patch.object(TextMatcher, "follow", lambda self, output_ids: original(self, output_ids[:-1]))
 
 
+def _masks() -> Any:
+    """The rows of a step that have grammars get one another's masks."""
+    original = readout.mask_input
+
+    def mask_input(block: Sequence[SampleRow], *args: Any) -> np.ndarray | None:
+        masks = original(block, *args)
+        if masks is not None:
+            rows = [row for row, (_, sample, _) in enumerate(block) if sample.request.grammar is not None]
+            masks[rows] = masks[rows[::-1]]
+        return masks
+
+    return patch.object(readout, "mask_input", mask_input)
+
+
 PLANTS: dict[str, Callable[[], Any]] = {
     "scoring": _scoring,
     "position": _position,
@@ -242,6 +259,7 @@ PLANTS: dict[str, Callable[[], Any]] = {
     "stopped": _stopped,
     "draw": _draw,
     "shape": _shape,
+    "masks": _masks,
 }
 """By name: makes a context manager within which the defect is there."""
 OF_STATES = ("uncommitted", "seat", "offset", "claim")

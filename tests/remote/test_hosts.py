@@ -18,6 +18,7 @@ from chunkattn.errors import EngineDeadError
 from tests.async_helpers import idle, last, until
 from tests.parallel.answers import ALGORITHMS, OPTIONS
 from tests.remote.strangers import GREETING, attack
+from tests.shaped_texts import CHARACTERS, SHAPES, check, shaped, teach
 
 pytest_plugins = ["tests.async_faults"]
 pytestmark = [pytest.mark.ci, pytest.mark.timeout(900)]
@@ -117,6 +118,23 @@ def test_answers_are_those_of_one_device(loop, pair, one):
     right_tokens, right_logprobs = expected(one)
     assert tokens == right_tokens
     assert logprobs == pytest.approx(right_logprobs, abs=1e-4)
+    assert loop.run(idle(pair.llm))
+
+
+def test_shaped_texts_are_those_of_one_device(loop, pair, one, monkeypatch):
+    monkeypatch.setitem(pair.llm.frontend.__dict__, "vocabulary", CHARACTERS)
+    teach(one, monkeypatch)
+    asked = [(name, options) for name in SHAPES for options in ({"temperature": 0}, {"n": 2})]
+
+    async def answer():
+        return await asyncio.gather(*(last(pair.llm.generate(CHUNKED, shaped(name, **options))) for name, options in asked))
+
+    found = loop.run(answer())
+    for (name, options), output in zip(asked, found, strict=True):
+        (right,) = one.generate(CHUNKED, shaped(name, **options), use_tqdm=False)
+        assert [sample.token_ids for sample in output.outputs] == [sample.token_ids for sample in right.outputs]
+        assert list(logprobs_of([output])) == pytest.approx(list(logprobs_of([right])), abs=1e-4)
+        check(name, output.outputs)
     assert loop.run(idle(pair.llm))
 
 
