@@ -97,6 +97,25 @@ def test_a_text_ends_where_its_grammar_does(demo):
     assert ids
 
 
+def test_stop_strings_cut_a_text(demo):
+    schema = {"type": "object", "properties": {"a": {"enum": ["x y"]}, "b": {"enum": [7]}}, "required": ["a", "b"]}
+    shape = StructuredOutputsParams(json=schema | {"additionalProperties": False}, disable_any_whitespace=True)
+    whole = '{"a":"x y","b":7}'
+    for stop, options, expected in (
+        ((), {}, whole),
+        (["y", "7"], {}, '{"a":"x '),
+        (["y", "7"], {"include_stop_str_in_output": True}, '{"a":"x y'),
+        (['","'], {"min_tokens": 2}, '{"a":"x y'),
+        (["}"], {"ignore_eos": True, "include_stop_str_in_output": True}, whole),
+        (["not there"], {}, whole),
+    ):
+        (samples,) = run(demo, [PROMPT], shaped(shape, stop=stop, n=2, **options))
+        for sample in samples:
+            cut = next((own for own in stop if own in whole), None)
+            assert (sample.text, sample.finish_reason, sample.stop_reason) == (expected, "stop", cut)
+    assert not demo.core.requests
+
+
 def test_logprobs_are_of_the_unmasked_distribution(demo):
     (samples,) = run(demo, [PROMPT], shaped(CHOICE, temperature=0, logprobs=2))
     chosen = samples[0].token_ids

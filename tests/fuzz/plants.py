@@ -218,10 +218,13 @@ def _draw() -> Any:
     return patch.object(decode_program, "later", lambda sampling, _: sampling)
 
 
-def _shape() -> Any:
+@contextmanager
+def _shape() -> Iterator[None]:
     """The grammar of a text is a token behind."""
     original = TextMatcher.follow
-    return patch.object(TextMatcher, "follow", lambda self, output_ids: original(self, output_ids[:-1]))
+    behind = patch.object(TextMatcher, "follow", lambda self, output_ids: original(self, output_ids[:-1]))
+    with behind, patch.object(TextMatcher, "take", lambda *_: None):
+        yield
 
 
 def _masks() -> Any:
