@@ -186,8 +186,8 @@ class Grammars:
             raise refused(_reason(grammar))
         first = grammar.deep_copy()
         fill_next_token_bitmask(first, self._mask_rows(1))
-        if first.is_error():
-            raise refused(_reason(first))
+        if first.is_error() and (reason := _reason(first)) != _STUCK:
+            raise refused(reason)
         if first.is_stopped():
             raise refused("no text has this shape")
         with self._lock:

@@ -154,7 +154,7 @@ def test_a_shape_that_is_refused(demo):
         "unknown name": StructuredOutputsParams(grammar="start: nothing"),
         "no GBNF .*'nothing' not found": StructuredOutputsParams(grammar="root ::= nothing"),
         "no GBNF .*recursion": StructuredOutputsParams(grammar=f"root ::= {'(' * 40_000}"),
-        "no text has this shape|NoExtension": StructuredOutputsParams(json={"$ref": "#"}),
+        "no text has this shape": StructuredOutputsParams(json={"$ref": "#"}),
     }
     for words, shape in shapes.items():
         with pytest.raises(ValueError, match=words) as refusal:
