@@ -155,10 +155,13 @@ class Grammars:
 
     Args:
         vocabulary: vocabulary of the model.
+
+    Attributes:
+        special: tokens that stand for no text, which a text has only where a grammar names them.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        tokens = _Tokens(vocabulary)
+        self.special, tokens = frozenset(vocabulary.special), _Tokens(vocabulary)
         self._end = tokens.eos_token_id
         self._tokenizer = LLTokenizer(tokens, slices=[])  # type: ignore[arg-type]
         tokens.split = self._tokenizer.greedy_tokenize

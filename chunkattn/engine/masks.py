@@ -42,8 +42,8 @@ def mask_input(block: Sequence[SampleRow], size: int, vocab_size: int, grammars:
     """Return the masks of a block, padded to `size` rows; None if no row has a grammar.
 
     A token that ends the text is allowed where the grammar lets the text end, if the text has `min_tokens` tokens or nothing
-    else is allowed. Elsewhere, a stop token may be a part of the text, which it cuts, and an end-of-sequence token may not. A
-    row whose matcher has an error may draw any token: its request fails after the step.
+    else is allowed. Elsewhere, a stop token may be a part of the text, which it cuts, and an end-of-sequence token only where
+    the grammar names it. A row whose matcher has an error may draw any token: its request fails after the step.
 
     Args:
         block: rows to sample from.
@@ -60,14 +60,17 @@ def mask_input(block: Sequence[SampleRow], size: int, vocab_size: int, grammars:
         return None
     masks = np.full((size, mask_words(vocab_size)), _ALL, np.int32)
     words, may_end = grammars.masks([*matchers.values()])
-    rows = {sample: _with_ends(sample, words[i], bool(may_end[i]), masks.shape[1]) for i, sample in enumerate(matchers)}
+    rows = {
+        sample: _with_ends(sample, own, bool(ends), masks.shape[1], grammars.special)
+        for sample, own, ends in zip(matchers, words, may_end, strict=True)
+    }
     for row, (_, sample, _) in enumerate(block):
         if (mask := rows.get(sample)) is not None:
             masks[row] = mask
     return masks
 
 
-def _with_ends(sample: Sample, words: np.ndarray, may_end: bool, count: int) -> np.ndarray | None:
+def _with_ends(sample: Sample, words: np.ndarray, may_end: bool, count: int, special: frozenset[int]) -> np.ndarray | None:
     """Return the mask of a row, int32 `[count]`, with the tokens that end the text; None for a matcher with an error.
 
     A matcher whose row would allow nothing becomes one with an error.
@@ -77,6 +80,7 @@ def _with_ends(sample: Sample, words: np.ndarray, may_end: bool, count: int) -> 
         words: int32 `[W]` tokens of the text that the grammar allows, without the end.
         may_end: whether the grammar lets the text end.
         count: number of words of the mask.
+        special: tokens that a text has only where its grammar names them.
     """
     if sample.matcher is None or sample.matcher.error:
         return None
@@ -84,8 +88,8 @@ def _with_ends(sample: Sample, words: np.ndarray, may_end: bool, count: int) -> 
     mask[: len(words)] = words[:count]
     request = sample.request
     ends = _mask_of(request.ends, count)
-    if not sample.params.ignore_eos:  # a token of the text, too, in some vocabularies
-        mask &= ~_mask_of(request.eos_token_ids, count)
+    if not sample.params.ignore_eos and (texts := request.eos_token_ids - special):
+        mask &= ~_mask_of(texts, count)
     kept = mask & ~ends
     if len(sample.output_ids) < sample.params.min_tokens and kept.any():
         return kept

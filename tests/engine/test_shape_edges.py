@@ -107,7 +107,7 @@ def test_ends_of_a_checkpoint(llm, monkeypatch):
     assert (bytes(sample.token_ids), sample.finish_reason, sample.stop_reason) == (b"xy", "stop", ord("y"))
 
 
-def test_special_tokens_stand_in_no_text(llm):
+def test_special_tokens_stand_in_no_text(llm, monkeypatch):
     """A grammar that names a special token has it written; nothing else has."""
     for shape in (StructuredOutputsParams(regex="(?s).{40}"), StructuredOutputsParams(grammar="start: /(?s:.){40}/")):
         params = SamplingParams(structured_outputs=shape, max_tokens=60, seed=2, logit_bias={END: 100.0})
@@ -118,6 +118,9 @@ def test_special_tokens_stand_in_no_text(llm):
     for stops, expected in (([], [*b"ab", END, *b"c"]), ([END], [*b"ab", END])):
         params = SamplingParams(structured_outputs=named, max_tokens=9, stop_token_ids=stops)
         assert llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids == expected
+    monkeypatch.setattr(llm.frontend, "eos_token_ids", (END,))
+    (sample,) = llm.generate(PROMPT, SamplingParams(structured_outputs=named), use_tqdm=False)[0].outputs
+    assert (sample.token_ids, sample.finish_reason) == ([*b"ab", END], "stop")
 
 
 def test_samples_that_end_early_and_late(llm):
