@@ -7,11 +7,10 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from benchmarks.attack_shapes import BODY, shape_attacks, shape_floods
 from benchmarks.serving import PATH, greedy
 from chunkattn.web.content_codings import zstd
 
-BODY = 7 << 20
-"""Bytes of a large body; the server's default limit is 8 MiB."""
 WORDS = "Zenuso lives in Kirora and works as a baker. "
 STORED = "/v1/cache/documents"
 """Route of stored documents."""
@@ -62,6 +61,7 @@ def attacks() -> Iterator[tuple[str, str, Body]]:
         {**score, "items": [[7, n % 400, n // 400] for n in range(10_000)], "item_first": True},
     )
     yield from decisions()
+    yield from shape_attacks()
     yield "documents", "/v1/cache/documents", {"documents": [f"{n} {WORDS}" for n in range(5_000)], "pin": True}
     yield "tokenizing", "/tokenize", {"prompt": text, "return_token_strs": True}
     yield "detokenizing", "/detokenize", {"tokens": [100] * (BODY // 5)}
@@ -153,5 +153,6 @@ def floods() -> Iterator[tuple[str, str, Body, bool]]:
     asked = [{"type": "choice", "instructions": f"Who is {n}?", "choices": choices} for n in range(400)]
     yield "decisions, questions", "/v1/decisions", {"input": WORDS * 20, "questions": asked}, False
     yield "decisions, hung up", "/v1/decisions", {"input": WORDS * 20, "questions": asked}, True
+    yield from shape_floods()
     yield LIST, STORED, b"", False
     yield IDLING, "", b"", False

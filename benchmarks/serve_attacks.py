@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import http.client
+import itertools
 import json
 import multiprocessing
 import os
@@ -41,6 +42,7 @@ import httpx
 import numpy as np
 
 from benchmarks.attack_bodies import IDLING, STORED, WORDS, attacks, floods
+from benchmarks.attack_shapes import numbered
 from benchmarks.serving import PATH, Server, greedy
 
 ATTACK_S, HEALTH_S, CALM_S = 30.0, 0.1, 1.0
@@ -211,7 +213,7 @@ def flood(url: httpx.URL, path: str, body: bytes, clients: int, hangs_up: bool, 
     Args:
         url: address of the server.
         path: route.
-        body: body of every request; an empty one is a GET.
+        body: body of every request, see `numbered`; an empty one is a GET.
         clients: number of clients.
         hangs_up: whether the clients close their connections as soon as they have sent the body.
         seconds: time in seconds after which no request begins.
@@ -221,13 +223,13 @@ def flood(url: httpx.URL, path: str, body: bytes, clients: int, hangs_up: bool, 
     method = "POST" if body else "GET"
     head = f"{method} {path} HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {ATTACKER}\r\nConnection: close\r\n{coding}"
     request = f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    until, lock = time.monotonic() + seconds, threading.Lock()
+    until, lock, numbers = time.monotonic() + seconds, threading.Lock(), itertools.count()
 
     def attack() -> None:
         while time.monotonic() < until:
             ended = "failed"
             with contextlib.suppress(OSError), socket.create_connection((url.host, url.port), timeout=ATTACK_S) as connection:
-                connection.sendall(request)
+                connection.sendall(numbered(request, next(numbers)))
                 ended = "left"
                 if not hangs_up:
                     ended = connection.recv(1 << 16).split()[1].decode()
