@@ -111,6 +111,7 @@ def patterns() -> Iterator[tuple[str, str]]:
 def grammars() -> Iterator[tuple[str, str]]:
     """Yield names and Lark grammars."""
     yield "an ambiguous grammar", 'start: s\ns: s s s | s s | "a" |'
+    yield "an ambiguous grammar of letters", "start: s\ns: s s s | s s | L |\nL: /[a-z]/"
     yield "left recursion", 'start: a\na: b "x" | "y"\nb: c | a\nc: a | "z" c | c'
     chain = "".join(f"r{n}: r{n + 1} | r{n + 1} r{n + 1}\n" for n in range(3_000))
     yield "a chain of rules", f'start: r0\n{chain}r3000: "a"'
@@ -246,8 +247,13 @@ def shape_floods() -> Iterator[tuple[str, str, dict[str, Any], bool]]:
     slow = {"regex": f"[ab]*a[ab]{{30}}{SERIAL}"}
     samples = {**ask, "max_tokens": 300, "n": 4, "ignore_eos": True, "stream": True}  # leaves sequences to others
     yield "new shapes, samples", COMPLETIONS, {**samples, "structured_outputs": slow}, False
-    yield "new shapes, samples, hung up", COMPLETIONS, {**samples, "structured_outputs": slow}, True
-    for name in ("an ambiguous grammar", "a schema, strings by the thousand", "overlapping lexemes", "choices"):
+    for name in (
+        "an ambiguous grammar",
+        "an ambiguous grammar of letters",
+        "a schema, strings by the thousand",
+        "overlapping lexemes",
+        "choices",
+    ):
         yield f"one shape, samples: {name}", COMPLETIONS, {**samples, "structured_outputs": forms[name]}, False
     for name, form in _refused():
         yield f"shapes: {name}", COMPLETIONS, {**ask, "structured_outputs": form}, False

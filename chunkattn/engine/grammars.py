@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from threading import Lock
+from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,11 @@ from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, regex
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask, fill_next_token_bitmask_par
 
+from chunkattn.engine.kept_shapes import KeptShapes
 from chunkattn.engine.vocabulary import Vocabulary
 from chunkattn.errors import RequestError
 from chunkattn.structured_outputs import PARAM, StructuredOutputsParams
 
-_KEPT = 64
-"""Compiled grammars that are kept."""
 _END = b"<|end of the text|>"
 """Token behind the vocabulary whose bit in a mask says that the text may end."""
 _HEADER = '%llguidance {"no_forcing": true}\n'
@@ -32,6 +31,10 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """Limits on the work of one mask, whose slowest took 12 ms on a core of 2 GHz, of 17 grammars that were tried."""
+_TEXT_S, _TOKEN_S = 0.1, 0.002
+"""Seconds of processor time that a text may take in its grammar: at once, and for each token. A step waits for all texts."""
+_SLOW_S = 0.02
+"""Seconds for the masks of a step beyond which the next step measures each of them."""
 _WHITESPACE = r"[ \n\r\t]{0,20}"
 """White space between two tokens of JSON: a model that goes on with spaces would reach its limit of tokens."""
 _GBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
@@ -93,6 +96,9 @@ def refused(reason: str) -> RequestError:
 class TextMatcher:
     """State of one text in its grammar.
 
+    The library's limits bound the states that it finds for a token. An ambiguous grammar finds the same states again and again,
+    and its time for a token grows with the cube of the text's length. So the time of a text is limited, too.
+
     Args:
         grammar: matcher at the beginning of the grammar, which is copied.
 
@@ -100,21 +106,47 @@ class TextMatcher:
         matcher: the library's matcher.
         length: number of tokens that it has taken.
         is_stuck: whether no token may follow the text, and none may end it.
+        spent_s: seconds of processor time for them and for their masks, of which fast ones do not count.
     """
 
     def __init__(self, grammar: LLMatcher) -> None:
         self.matcher, self.length, self.is_stuck = grammar.deep_copy(), 0, False
+        self.spent_s = self._token_s = self._mask_s = 0.0
 
     def follow(self, output_ids: Sequence[int]) -> None:
         """Take the tokens of a text that have not been taken."""
         if new := output_ids[self.length :]:
+            began = thread_time()
             self.matcher.consume_tokens([*new])
-            self.length = len(output_ids)
+            self.length, self._token_s = len(output_ids), self._spend(began) / len(new)
 
     def take(self, token: int) -> None:
         """Take the next token of a text, all of whose tokens have been taken."""
+        began = thread_time()
         self.matcher.consume_tokens([token])
-        self.length += 1
+        self.length, self._token_s = self.length + 1, self._spend(began)
+
+    def fill(self, words: np.ndarray, row: int) -> None:
+        """Set the bits of the tokens that may follow the text.
+
+        Args:
+            words: int32 `[R, W]`, see `Grammars.masks`.
+            row: row of the text.
+        """
+        began = thread_time()
+        fill_next_token_bitmask(self.matcher, words, row)
+        self._mask_s = self._spend(began)
+
+    def _spend(self, began: float) -> float:
+        """Count the processor time since `began`, and return it in seconds."""
+        spent_s = thread_time() - began
+        self.spent_s += spent_s
+        return spent_s
+
+    @property
+    def token_s(self) -> float:
+        """Return the seconds of processor time for the last token and for the last mask that was measured."""
+        return self._token_s + self._mask_s
 
     @property
     def is_complete(self) -> bool:
@@ -124,12 +156,16 @@ class TextMatcher:
     @property
     def has_no_token(self) -> bool:
         """Return whether the text follows the grammar, and no token of the vocabulary may follow the text."""
+        began = thread_time()
         mask = self.matcher.compute_bitmask() if self.matcher.is_accepting() else None
+        self._spend(began)
         return mask is not None and int.from_bytes(mask, "little").bit_count() == 1  # the end is a token to the library
 
     @property
     def error(self) -> str:
         """Return why the matcher can go no further, such as a limit; an empty text if it can."""
+        if self.spent_s > _TEXT_S + _TOKEN_S * self.length:
+            return f"the grammar is too ambiguous: a text of {self.length} tokens took {self.spent_s:.2f} s of processor time"
         return _STUCK if self.is_stuck else _reason(self.matcher)
 
 
@@ -166,15 +202,13 @@ class Grammars:
         self._tokenizer = LLTokenizer(tokens, slices=[])  # type: ignore[arg-type]
         tokens.split = self._tokenizer.greedy_tokenize
         self._limits = LLParserLimits(**_LIMITS)
-        self._compiled: OrderedDict[StructuredOutputsParams, LLMatcher] = OrderedDict()
-        self._lock, self._threads = Lock(), LLExecutor()
+        self._compiled = KeptShapes[LLMatcher]()
+        self._lock, self._threads, self._is_slow = Lock(), LLExecutor(), False
 
     def get(self, shape: StructuredOutputsParams) -> LLMatcher | None:
         """Return the compiled grammar of a shape if it is kept, or None."""
         with self._lock:
-            if (known := self._compiled.get(shape)) is not None:
-                self._compiled.move_to_end(shape)
-            return known
+            return self._compiled.get(shape)
 
     def compile(self, shape: StructuredOutputsParams) -> LLMatcher:
         """Return the compiled grammar of a shape. The library lets other threads run meanwhile.
@@ -194,9 +228,7 @@ class Grammars:
         if first.is_stopped():
             raise refused("no text has this shape")
         with self._lock:
-            self._compiled[shape] = grammar
-            while len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
+            self._compiled.put(shape, grammar)
         return grammar
 
     def _mask_rows(self, rows: int) -> np.ndarray:
@@ -213,10 +245,13 @@ class Grammars:
             error allows nothing.
         """
         words = self._mask_rows(len(matchers))
-        if len(matchers) == 1:
-            fill_next_token_bitmask(matchers[0].matcher, words)
+        began = perf_counter()
+        if len(matchers) == 1 or self._is_slow:
+            for row, text in enumerate(matchers):
+                text.fill(words, row)
         else:
             fill_next_token_bitmask_par(self._threads, [(m.matcher, row) for row, m in enumerate(matchers)], words)
+        self._is_slow = perf_counter() - began > _SLOW_S
         word, bit = divmod(self._end, 32)
         end = np.int32(np.uint32(1 << bit).view(np.int32))
         may_end = (words[:, word] & end) != 0

@@ -22,6 +22,7 @@ from chunkattn.engine.fills import Fills
 from chunkattn.engine.limits import EngineLimits
 from chunkattn.engine.placement import Placement
 from chunkattn.engine.request import Request, Sample
+from chunkattn.engine.shape_turns import held_back
 from chunkattn.engine.states import Move, States, Track
 from chunkattn.engine.step import Span
 from chunkattn.engine.walks import Walks
@@ -305,6 +306,8 @@ class Scheduler:
         """Plan tokens of running requests. Return how many."""
         left = self._tokens_left()
         decoding = [s for s, count in left.items() if count == 1]
+        held = held_back(decoding)
+        decoding = [s for s in decoding if s not in held]
         for sample in decoding:
             self._grow(sample)
         decoding = [s for s in decoding if s.parts]  # drops preempted samples

@@ -7,19 +7,17 @@ import signal
 import struct
 import subprocess
 import sys
-from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
+from chunkattn.engine.kept_shapes import KeptShapes
 from chunkattn.engine.vocabulary import Vocabulary
 from chunkattn.errors import RequestError
 from chunkattn.remote.frames import Frames
 from chunkattn.remote.process import environment
 from chunkattn.structured_outputs import PARAM, StructuredOutputsParams
 
-_KEPT = 1024
-"""Verdicts that are kept."""
 _WAIT_S = 60.0
 """Seconds after which a process counts as hung. Its limit is one of processor time, so a busy machine refuses nothing."""
 _LENGTH = struct.Struct("<I")
@@ -60,7 +58,7 @@ class ShapeChecker:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._verdicts: OrderedDict[StructuredOutputsParams, str] = OrderedDict()
+        self._verdicts = KeptShapes[str]()
 
     def check(self, shape: StructuredOutputsParams, vocabulary: Vocabulary) -> None:
         """Check that a shape compiles within the limits.
@@ -72,12 +70,9 @@ class ShapeChecker:
         Raises:
             RequestError: the shape is refused.
         """
-        reason = self._verdicts.pop(shape, None)
-        if reason is None:
+        if (reason := self._verdicts.get(shape)) is None:
             reason = self._ask(shape, vocabulary)
-        self._verdicts[shape] = reason
-        while len(self._verdicts) > _KEPT:
-            self._verdicts.popitem(last=False)
+            self._verdicts.put(shape, reason)
         if reason:
             raise RequestError(reason, param=PARAM)
 

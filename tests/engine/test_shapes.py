@@ -1,11 +1,13 @@
 """Shapes of texts in the engine: preemption, forks, other hosts, compilation in a thread, and errors on the way."""
 
 import threading
+from itertools import count
 
 import numpy as np
 import pytest
 
 from chunkattn import LLM, SamplingParams, StructuredOutputsParams
+from chunkattn.engine import grammars
 from chunkattn.engine.follower import Follower
 from chunkattn.engine.grammars import Grammars
 from chunkattn.engine.host_calls import ReadSample
@@ -105,6 +107,35 @@ def test_a_limit_on_the_way_fails_its_request_alone(demo):
     ]
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 40
+
+
+def test_a_text_that_takes_long_to_follow_fails_its_request_alone(demo, monkeypatch):
+    core = demo.core
+    core.shapes.know(demo.frontend.vocabulary)
+    ambiguous = StructuredOutputsParams(grammar='start: s\ns: s s s | s s | "a" |')
+    core.add(request(demo, "ambiguous", shaped(ambiguous, n=2, logprobs=None)))
+    core.add(request(demo, "free", SamplingParams(max_tokens=5, ignore_eos=True, seed=1)))
+    monkeypatch.setattr(grammars, "thread_time", count().__next__)  # a second for each token
+    outputs = outputs_of(core)
+    (failure,) = [output for output in outputs if isinstance(output, RequestFailed)]
+    assert (failure.request_id, failure.param) == ("ambiguous", "structured_outputs")
+    assert (
+        failure.reason == "structured_outputs: the grammar is too ambiguous: a text of 0 tokens took 1.00 s of processor time"
+    )
+    assert sum(len(o.token_ids) for o in outputs if isinstance(o, TokenOutput) and o.request_id == "free") == 5
+
+
+def test_slow_texts_take_turns_and_draw_the_same(demo, monkeypatch):
+    demo.core.shapes.know(demo.frontend.vocabulary)
+    prompts, params = ["Where does Ana live?", "Who?", "A word", "x"], shaped(WORDS, max_tokens=20)
+    expected = [output.outputs for output in demo.generate(prompts, params, use_tqdm=False)]
+    rows, masks = list[int](), Grammars.masks
+    monkeypatch.setattr(Grammars, "masks", lambda self, texts: rows.append(len(texts)) or masks(self, texts))
+    monkeypatch.setattr(grammars, "thread_time", count(0, 0.02).__next__)  # two texts fill a step
+    monkeypatch.setattr(grammars, "_TEXT_S", float("inf"))
+    assert [output.outputs for output in demo.generate(prompts, params, use_tqdm=False)] == expected
+    assert sum(number > 2 for number in rows) <= 2  # the first tokens, and the step that is planned meanwhile
+    assert sum(rows) == sum(len(sample.token_ids) for outputs in expected for sample in outputs)
 
 
 def test_an_engine_that_does_not_know_its_vocabulary_refuses(engine):
