@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Sequence
 from threading import Lock
@@ -31,10 +32,13 @@ _LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 """Limits on the work of one mask, whose slowest took 12 ms on a core of 2 GHz, of 17 grammars that were tried."""
-_TEXT_S, _TOKEN_S = 0.1, 0.002
-"""Seconds of processor time that a text may take in its grammar: at once, and for each token. A step waits for all texts."""
-_SLOW_S = 0.02
-"""Seconds for the masks of a step beyond which the next step measures each of them."""
+_TEXT_S, _TOKEN_S = 0.5, 0.02
+"""Limit on the processor time of one text: 0.5 s plus 20 ms for each token. A mask over 262,144 tokens takes about 3 ms."""
+_SLOW_S = 0.01
+"""Seconds for a mask beyond which it is measured, on average over the masks that a processor fills in a step."""
+_SLOW_TOKEN_S = 0.001
+"""Seconds to take a token beyond which the masks of its text are measured. Most grammars take less than a tenth."""
+_PROCESSORS = os.cpu_count() or 1
 _WHITESPACE = r"[ \n\r\t]{0,20}"
 """White space between two tokens of JSON: a model that goes on with spaces would reach its limit of tokens."""
 _GBNF_ROOT = re.compile(r"^\s*root\s*::=", re.MULTILINE)
@@ -106,7 +110,7 @@ class TextMatcher:
         matcher: the library's matcher.
         length: number of tokens that it has taken.
         is_stuck: whether no token may follow the text, and none may end it.
-        spent_s: seconds of processor time for them and for their masks, of which fast ones do not count.
+        spent_s: seconds of processor time for them and for those of their masks that were measured.
     """
 
     def __init__(self, grammar: LLMatcher) -> None:
@@ -147,6 +151,11 @@ class TextMatcher:
     def token_s(self) -> float:
         """Return the seconds of processor time for the last token and for the last mask that was measured."""
         return self._token_s + self._mask_s
+
+    @property
+    def is_slow(self) -> bool:
+        """Return whether the masks of the text are measured."""
+        return self._token_s > _SLOW_TOKEN_S or self._mask_s > _SLOW_S
 
     @property
     def is_complete(self) -> bool:
@@ -244,14 +253,16 @@ class Grammars:
             int32 `[R, W]`, whose bit `t % 32` of word `t // 32` stands for token id `t`, and bool `[R]`. A matcher with an
             error allows nothing.
         """
-        words = self._mask_rows(len(matchers))
-        began = perf_counter()
-        if len(matchers) == 1 or self._is_slow:
-            for row, text in enumerate(matchers):
+        words, others = self._mask_rows(len(matchers)), list[tuple[LLMatcher, int]]()
+        for row, text in enumerate(matchers):
+            if len(matchers) == 1 or self._is_slow or text.is_slow:
                 text.fill(words, row)
-        else:
-            fill_next_token_bitmask_par(self._threads, [(m.matcher, row) for row, m in enumerate(matchers)], words)
-        self._is_slow = perf_counter() - began > _SLOW_S
+            else:
+                others.append((text.matcher, row))
+        began = perf_counter()
+        if others:
+            fill_next_token_bitmask_par(self._threads, others, words)
+        self._is_slow = perf_counter() - began > _SLOW_S * -(-len(others) // _PROCESSORS)
         word, bit = divmod(self._end, 32)
         end = np.int32(np.uint32(1 << bit).view(np.int32))
         may_end = (words[:, word] & end) != 0

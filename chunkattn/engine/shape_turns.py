@@ -1,4 +1,4 @@
-"""Turns of the texts whose grammars are slow: a step has room for some of them, and the others wait for a later step."""
+"""Turns of the texts with slow grammars: a step decodes some of them and delays the rest."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from chunkattn.engine.request import Sample
 
-FAST_S = 0.001
-"""Seconds for a token of a text that never waits for its turn."""
+FAST_S = 0.01
+"""Processor time for a token, in seconds, up to which a text is never delayed."""
 STEP_S = 0.05
 """Seconds of a step for the grammars of texts that are not fast."""
 
@@ -15,12 +15,12 @@ STEP_S = 0.05
 def held_back(decoding: Iterable[Sample]) -> set[Sample]:
     """Return the samples whose grammars leave no room for them in a step.
 
-    The text that has taken the least time so far goes first, and one goes in any case. Waiting changes no token of a text.
+    The text that has waited longest is decoded first, and at least one text is. A delay changes no token of a text.
 
     Args:
         decoding: samples that a step may decode.
     """
-    slow = [(s.matcher.spent_s, s.number, s) for s in decoding if s.matcher is not None and s.matcher.token_s > FAST_S]
+    slow = [(s.last_token_at, s.number, s) for s in decoding if s.matcher is not None and s.matcher.token_s > FAST_S]
     slow.sort(key=lambda entry: entry[:2])
     left, held = STEP_S, set[Sample]()
     for place, (*_, sample) in enumerate(slow):

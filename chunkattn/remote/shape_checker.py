@@ -77,15 +77,19 @@ class ShapeChecker:
             raise RequestError(reason, param=PARAM)
 
     def _ask(self, shape: StructuredOutputsParams, vocabulary: Vocabulary) -> str:
-        """Return why the process refuses a shape; an empty text if it does not."""
+        """Return why the process refuses a shape; an empty text if it does not.
+
+        Raises:
+            RequestError: the machine is too slow, or has killed the process.
+        """
         try:
             process = self._process or self._start(vocabulary)
             assert process.stdin is not None
             assert process.stdout is not None
             write_frame(process.stdin, shape)
             if not select.select([process.stdout], [], [], _WAIT_S)[0]:
-                self.close()
-                return f"{PARAM}: it does not compile within {_WAIT_S:g} s"
+                self.close()  # says more about the machine than about the shape: the next request asks again
+                raise RequestError(f"{PARAM}: it does not compile within {_WAIT_S:g} s", param=PARAM)
             answer = read_frame(process.stdout)
         except (UnicodeEncodeError, OverflowError) as error:
             return f"{PARAM}: it holds a value that cannot be sent: {error}"
@@ -95,6 +99,8 @@ class ShapeChecker:
             return answer.reason
         status = process.wait()
         self.close()
+        if status == -signal.SIGKILL:
+            raise RequestError(f"{PARAM}: the process that compiles it was killed", param=PARAM)
         if status == -signal.SIGXCPU:
             return f"{PARAM}: it takes too long to compile"
         return f"{PARAM}: it is too complex: compiling it takes too much memory or nests too deep"

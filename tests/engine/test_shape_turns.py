@@ -1,5 +1,6 @@
 """Turns of the texts with slow grammars within a step."""
 
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,13 +11,13 @@ class Text(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def text(token_s: float, spent_s: float, number: int = 0) -> Any:
-    return Text(number=number, matcher=SimpleNamespace(token_s=token_s, spent_s=spent_s))
+def text(token_s: float, last_token_at: float, number: int = 0) -> Any:
+    return Text(number=number, last_token_at=last_token_at, matcher=SimpleNamespace(token_s=token_s))
 
 
-def test_the_texts_that_took_least_go_first():
+def test_the_texts_that_waited_longest_go_first():
     free, fast = Text(number=0, matcher=None), text(FAST_S, 9.0)
-    slow = [text(STEP_S / 2, spent) for spent in (0.4, 0.1, 0.3, 0.2)]
+    slow = [text(STEP_S / 2, at) for at in (0.4, 0.1, 0.3, 0.2)]
     assert held_back([free, slow[0], fast, *slow[1:]]) == {slow[0], slow[2]}
 
 
@@ -27,11 +28,14 @@ def test_one_text_goes_whatever_it_takes():
     assert held_back([]) == set()
 
 
-def test_every_text_gets_its_turn():
-    texts, turns = [text(STEP_S / 3, 0.0, number) for number in range(7)], [0] * 7
+def test_new_texts_delay_no_old_text_for_long():
+    old, clock = [text(STEP_S / 3, 0.0, number) for number in range(7)], count(1.0)
+    waits, longest = [0] * 7, 0
     for _ in range(70):
-        for one in {*texts} - held_back(texts):
-            one.matcher.spent_s += one.matcher.token_s
-            turns[one.number] += 1
-    assert max(turns) - min(turns) <= 1
-    assert sum(turns) >= 2 * 70
+        held = held_back([*old, text(STEP_S / 3, next(clock), 7)])
+        for one in old:
+            waits[one.number] = waits[one.number] + 1 if one in held else 0
+            if one not in held:
+                one.last_token_at = next(clock)
+        longest = max(longest, *waits)
+    assert longest == 2

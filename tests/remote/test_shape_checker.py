@@ -5,6 +5,7 @@ import pytest
 from chunkattn.engine.kept_shapes import MOST, MOST_CHARS, KeptShapes
 from chunkattn.engine.vocabulary import Vocabulary
 from chunkattn.errors import RequestError
+from chunkattn.remote import shape_checker
 from chunkattn.remote.shape_checker import ShapeChecker
 from chunkattn.structured_outputs import StructuredOutputsParams
 
@@ -54,3 +55,23 @@ def test_long_shapes_leave_no_room_for_others():
     assert kept.get(shapes[0]) == 0
     kept.put(shapes[4], 4)
     assert [kept.get(shape) for shape in shapes] == [0, None, 2, 3, 4]
+
+
+@pytest.mark.parametrize("end", ["slow", "killed"])
+def test_a_refusal_for_the_machines_sake_is_not_kept(checker, monkeypatch, end):
+    shape, start = StructuredOutputsParams(regex="[ab]+"), ShapeChecker._start
+
+    def start_and_kill(self, vocabulary):
+        process = start(self, vocabulary)
+        process.kill()
+        process.wait()
+        return process
+
+    if end == "killed":
+        monkeypatch.setattr(ShapeChecker, "_start", start_and_kill)
+    else:
+        monkeypatch.setattr(shape_checker, "_WAIT_S", 0.0)
+    with pytest.raises(RequestError, match="within 0 s" if end == "slow" else "was killed"):
+        checker.check(shape, VOCABULARY)
+    monkeypatch.undo()
+    checker.check(shape, VOCABULARY)
