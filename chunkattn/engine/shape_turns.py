@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from chunkattn.engine.request import Sample
 
-FAST_S = 0.01
-"""Processor time for a token, in seconds, up to which a text is never delayed."""
 STEP_S = 0.05
 """Seconds of a step for the grammars of texts that are not fast."""
 
@@ -20,7 +18,7 @@ def held_back(decoding: Iterable[Sample]) -> set[Sample]:
     Args:
         decoding: samples that a step may decode.
     """
-    slow = [(s.last_token_at, s.number, s) for s in decoding if s.matcher is not None and s.matcher.token_s > FAST_S]
+    slow = [(s.last_token_at, s.number, s) for s in decoding if s.matcher is not None and s.matcher.is_slow]
     slow.sort(key=lambda entry: entry[:2])
     left, held = STEP_S, set[Sample]()
     for place, (*_, sample) in enumerate(slow):

@@ -4,19 +4,19 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
-from chunkattn.engine.shape_turns import FAST_S, STEP_S, held_back
+from chunkattn.engine.shape_turns import STEP_S, held_back
 
 
 class Text(SimpleNamespace):
     __hash__ = object.__hash__
 
 
-def text(token_s: float, last_token_at: float, number: int = 0) -> Any:
-    return Text(number=number, last_token_at=last_token_at, matcher=SimpleNamespace(token_s=token_s))
+def text(token_s: float, last_token_at: float, number: int = 0, *, is_slow: bool = True) -> Any:
+    return Text(number=number, last_token_at=last_token_at, matcher=SimpleNamespace(token_s=token_s, is_slow=is_slow))
 
 
 def test_the_texts_that_waited_longest_go_first():
-    free, fast = Text(number=0, matcher=None), text(FAST_S, 9.0)
+    free, fast = Text(number=0, matcher=None), text(STEP_S, 0.0, is_slow=False)
     slow = [text(STEP_S / 2, at) for at in (0.4, 0.1, 0.3, 0.2)]
     assert held_back([free, slow[0], fast, *slow[1:]]) == {slow[0], slow[2]}
 
