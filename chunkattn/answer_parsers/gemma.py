@@ -24,9 +24,15 @@ from chunkattn.answer_parsers.tool_parser import ToolParser, one_of_tools, regis
 from chunkattn.answer_parsers.tools import NAME, Tool, Tools
 
 _KEY_CHAR = re.compile(r"[^{}\[\],:<]")
+_KEYS = re.compile(f"{_KEY_CHAR.pattern}*")
 _WORD_CHAR = re.compile(r"[^{}\[\],<]")
 _MAX_DEPTH = 64
 _KEY = "/[A-Za-z0-9_]+/"
+
+
+def _is_key(text: str) -> bool:
+    """Return whether a name is read unchanged before a colon, where space around it is dropped."""
+    return text == text.strip() and _KEYS.fullmatch(text) is not None
 
 
 @register_tool_parser("functiongemma")
@@ -190,7 +196,7 @@ class _Values:
         """Return the expression of an object: its properties in order, of which those that are not required may be absent."""
         entries = [
             (f"{quoted(f'{key}:')} {self._value(one)}", is_required)
-            for key, (one, is_required) in properties_of(schema, self._tool.name).items()
+            for key, (one, is_required) in properties_of(schema, self._tool.name, _is_key).items()
         ]
         return f"{quoted('{')} {self._grammar.listed(entries, ',')} {quoted('}')}" if entries else quoted("{}")
 

@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,6 @@ from chunkattn.answer_parsers.schema_values import Schema, constants, members, p
 from chunkattn.answer_parsers.source import Source, Wait
 from chunkattn.answer_parsers.tool_parser import CallsAtBeginning, one_of_tools, register_tool_parser, repeated
 from chunkattn.answer_parsers.tools import Tool, Tools
-from chunkattn.errors import RequestError
 
 _NAME_CHAR = re.compile(r"[A-Za-z0-9_.:\s-]")
 _ESCAPE = re.compile(r"\\(.)", re.DOTALL)
@@ -24,6 +24,8 @@ _ESCAPED = frozenset("\\'\"abfnrtvxuUN01234567\n")
 _WORDS = ("true", "false", "null")
 """Words of JSON that models write in place of Python's."""
 _MAX_CHARS = 1 << 16
+_BEFORE_NAME = "_"
+"""Prefix of every argument's name in the text for Python's parser, which refuses keywords such as `from` as names."""
 _QUOTES = ('"""', "'''", '"', "'")
 
 
@@ -68,9 +70,10 @@ class Pythonic(CallsAtBeginning):
 
     def _arguments(self, source: Source) -> Wait[str | None]:
         """Return the arguments of a call as JSON, from its opening bracket to its closing one; None if they are malformed."""
-        text, depth = "", 0
+        text, depth, begins_name = "", 0, False
         while (char := (yield from source.peek())) and len(text) < _MAX_CHARS:
             if char in "\"'":
+                begins_name = False
                 for quote in _QUOTES:
                     if (yield from source.took(quote)):
                         break
@@ -83,8 +86,11 @@ class Pythonic(CallsAtBeginning):
                     text += "\\n" if piece == "\n" else _ESCAPE.sub(_as_python, piece)
                 text += quote
                 continue
+            is_space = char.isspace()
+            text += _BEFORE_NAME if begins_name and not is_space and char != ")" else ""
             text += yield from source.character()
             depth += (char in "([{") - (char in ")]}")
+            begins_name = depth == 1 and (char in "(," or (begins_name and is_space))
             if not depth:
                 return _json_of_call(text)
         return None
@@ -97,12 +103,7 @@ class Pythonic(CallsAtBeginning):
 
     def _call(self, grammar: Grammar, tool: Tool) -> str:
         entries = []
-        for key, (schema, is_required) in properties_of(tool.parameters, tool.name).items():
-            if not key.isidentifier():
-                text = (
-                    f"the property {key[:80]!r} of the tool {tool.name!r} is no name of Python, which this model's calls need"
-                )
-                raise RequestError(text, param="tools")
+        for key, (schema, is_required) in properties_of(tool.parameters, tool.name, _is_name).items():
             entries.append((f"{quoted(f'{key}=')} {self._value(grammar, schema, tool.parameters)}", is_required))
         return f"{quoted(f'{tool.name}(')} {grammar.listed(entries, ', ')} {quoted(')')}"
 
@@ -120,6 +121,11 @@ class Pythonic(CallsAtBeginning):
         return grammar.rule(either(bodies))
 
 
+def _is_name(text: str) -> bool:
+    """Return whether a text is a name that Python's parser, which normalizes names, reads unchanged."""
+    return text.isidentifier() and unicodedata.is_normalized("NFKC", text)
+
+
 def _as_python(escape: re.Match[str]) -> str:
     return escape[0] if escape[1] in _ESCAPED else f"\\{escape[0]}"
 
@@ -133,16 +139,19 @@ def _json_of_call(text: str) -> str | None:
     """Return the arguments of a call as JSON.
 
     Args:
-        text: the arguments in Python, with their brackets.
+        text: the arguments in Python, with their brackets and `_BEFORE_NAME` before every name.
 
     Returns:
         The text of an object; None if the arguments are malformed, or are no literals with names.
     """
     try:
         call = ast.parse(f"f{text}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args or any(one.arg is None for one in call.keywords):
+        if not isinstance(call, ast.Call) or call.args:
             return None
-        named = _json_of_entries((_json(one.arg), one.value) for one in call.keywords)
+        names = [(one.arg or "").removeprefix(_BEFORE_NAME) for one in call.keywords]
+        if not all(map(str.isidentifier, names)):
+            return None
+        named = _json_of_entries((_json(name), one.value) for name, one in zip(names, call.keywords, strict=True))
         return named.encode("utf-16", "surrogatepass").decode("utf-16")  # two escapes of JSON may be one character
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
@@ -165,7 +174,7 @@ def _json_of_literal(node: ast.expr | None) -> str:
             return _json(value)
         case ast.Name(id=word) if word in _WORDS:
             return word
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if not isinstance(value, bool):
             return f"-{_json(value)}"
         case ast.Dict(keys=keys, values=values) if all(_is_text(key) for key in keys):
             return _json_of_entries(zip(map(_json_of_literal, keys), values, strict=True))

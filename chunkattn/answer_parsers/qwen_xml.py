@@ -24,7 +24,13 @@ from chunkattn.answer_parsers.tool_parser import ToolParser, one_of_tools, regis
 from chunkattn.answer_parsers.tools import NAME, Tool, Tools
 
 _KEY_CHAR = re.compile(r"[^<>\n]")
+_KEYS = re.compile(f"{_KEY_CHAR.pattern}*")
 _END = "</parameter>"
+
+
+def _is_key(text: str) -> bool:
+    """Return whether a name is read unchanged in the tag of a parameter."""
+    return _KEYS.fullmatch(text) is not None
 
 
 @register_tool_parser("qwen3_coder", "qwen3_xml")
@@ -106,7 +112,7 @@ class QwenXml(ToolParser):
         return repeated(grammar, tools, body, f"{newline} {opening} {body}")
 
     def _call(self, grammar: Grammar, tool: Tool) -> str:
-        properties = properties_of(tool.parameters, tool.name)
+        properties = properties_of(tool.parameters, tool.name, _is_key)
         parts = [
             f"{self._parameter(grammar, key, schema, tool.parameters)}{'' if is_required else '?'}"
             for key, (schema, is_required) in properties.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from chunkattn.answer_parsers.grammar import ANY_TEXT, quoted
@@ -118,21 +118,22 @@ def text_pattern(schema: Mapping[str, Any], ends: Sequence[str]) -> str:
         before = "" if pattern.startswith("^") else "(?s:.*)"
         behind = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
         inner = pattern.removeprefix("^").removesuffix("$" if not behind else "")
-        escaped = inner.replace("/", "\\/").replace("\n", "\\n")
-        patterns.append(f"/{before}(?:{escaped}){behind}/")
+        between_slashes = inner.replace("/", "\\/").replace("\n", "\\n")
+        patterns.append(f"/{before}(?:{between_slashes}){behind}/")
     patterns += [f"~({ANY_TEXT} {quoted(end)} {ANY_TEXT})" for end in ends]
     return f"({' & '.join(patterns)})"
 
 
-def properties_of(schema: Schema, name: str) -> dict[str, tuple[Schema, bool]]:
+def properties_of(schema: Schema, name: str, can_write: Callable[[str], bool]) -> dict[str, tuple[Schema, bool]]:
     """Return the properties of an object with whether each is required, in the schema's order.
 
     Args:
         schema: schema of the object.
         name: name of the function, for error messages.
+        can_write: function that returns whether calls can hold a property's name as their parser reads it.
 
     Raises:
-        RequestError: the schema says more than properties do.
+        RequestError: the schema says more than properties do, or calls cannot hold the name of a property.
     """
     if not isinstance(schema, Mapping):
         return {}
@@ -140,10 +141,11 @@ def properties_of(schema: Schema, name: str) -> dict[str, tuple[Schema, bool]]:
         text = f"{further!r} in the parameters of the tool {name!r} cannot be enforced in this model's form of calls"
         raise RequestError(text, param="tools")
     required, properties = schema.get("required", []), schema.get("properties", {})
-    return {
-        key: (properties.get(key, True), key in required)
-        for key in [*properties, *(r for r in required if r not in properties)]
-    }
+    keys = [*properties, *(r for r in required if r not in properties)]
+    if (unwritten := next((key for key in keys if not can_write(key)), None)) is not None:
+        text = f"the property {unwritten[:80]!r} of the tool {name!r} is a name that this model's form of calls cannot hold"
+        raise RequestError(text, param="tools")
+    return {key: (properties.get(key, True), key in required) for key in keys}
 
 
 def with_definitions(schema: Schema, root: Schema) -> Schema:

@@ -130,7 +130,7 @@ class CallsAtBeginning(ToolParser):
         yield from source.until((), sink.content)
 
     def maybe(self, grammar: Grammar, calls: str) -> str:
-        """Return the expression of calls, or of a text that does not begin as they do."""
+        """Return an expression that matches calls, or text that does not start like a call."""
         text = grammar.terminal(f"/[^\\{self.first}\\s]/ {ANY_TEXT}")
         return f"({grammar.rule(calls)} | {grammar.rule(text)})"
 

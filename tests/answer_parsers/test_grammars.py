@@ -214,6 +214,37 @@ def test_objects_that_no_tags_can_write_are_refused(keyword):
     assert caught.value.param == "tools"
 
 
+@pytest.mark.parametrize(
+    ("form", "key"),
+    [
+        *(("functiongemma", key) for key in ("a:b", "a<b", " a", "a,b", "a]")),
+        *(("gemma4", key) for key in ("a:b", "a{")),
+        *(("qwen3_coder", key) for key in ("a>b", "<a", "a\nb")),
+        *(("pythonic", key) for key in ("a-b", "1a", "ﬁ", "")),
+    ],
+)
+def test_properties_that_calls_cannot_name_are_refused(form, key):
+    """Their parser would read another name."""
+    tools = Tools((Tool("f", {"type": "object", "properties": {key: {"type": "integer"}}}),), "required")
+    with pytest.raises(RequestError, match="is a name that this model's form of calls cannot hold") as caught:
+        find_tool_parser(form, "").grammar(tools, lambda text: None)
+    assert caught.value.param == "tools"
+    assert repr(key) in str(caught.value)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("key", ["from", "None", "naïve", "a b.c-d/$", ""])
+def test_unusual_names_of_properties_are_read(form, key, tokenizer, grammars):
+    schema = {"type": "object", "properties": {key: {"type": "integer"}}, "required": [key]}
+    tools, text = Tools((Tool("f", schema),), "required"), written(form, [{"name": "f", "arguments": {key: 3}}])
+    if form == "pythonic" and not key.isidentifier():
+        return
+    assert accepts(grammars, grammar_of(form, tools, tokenizer), tokenizer, text)
+    message = Message()
+    message.add(AnswerReader(find_tool_parser(form.split()[0], ""), tools).feed(text, last=True))
+    assert [json.loads(call.arguments) for call in message.calls] == [{key: 3}]
+
+
 @pytest.mark.parametrize("reference", ["#/$defs/none", "elsewhere.json", "#/properties/a"])
 @pytest.mark.parametrize("form", ["qwen3_coder", "gemma4"])
 def test_references_that_lead_to_nothing_are_refused(form, reference):

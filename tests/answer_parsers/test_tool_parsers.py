@@ -152,6 +152,9 @@ NO_CALLS = [
     ("pythonic", "[get_weather(city=oslo)]"),
     ("pythonic", '[get_weather(**{"city": 1})]'),
     ("pythonic", "[get_weather(city=b'x')]"),
+    ("pythonic", "[get_weather(warm=-True)]"),
+    ("pythonic", "[get_weather(1a=2)]"),
+    ("pythonic", "[get_weather(,)]"),
     ("pythonic", f"[get_weather(city={'[' * 9000}{']' * 9000})]"),
     ("pythonic", '[get_weather(city="Os'),
     ("gemma4", "<|tool_call>call:<tool_call|>"),
@@ -239,6 +242,11 @@ OTHER_FORMS = [
     ("pythonic", " <|python_start|>[ get_weather (a = 1, b=-2.5 ,)]<|python_end|>", {"a": 1, "b": -2.5}),
     ("pythonic", "[get_weather(a=true, b=None, c=('x', {'k': False}))]", {"a": True, "b": None, "c": ["x", {"k": False}]}),
     ("pythonic", "[get_weather(a='''it's''', b=\"\\d\n)]\", c=\"\\ud83d\\ude00\")]", {"a": "it's", "b": "\\d\n)]", "c": "😀"}),
+    (
+        "pythonic",
+        "[get_weather(from=', to=', to=[1, ('in', {'is': -1})],\n True = 2, _a=(3, 4))]",
+        {"from": ", to=", "to": [1, ["in", {"is": -1}]], "True": 2, "_a": [3, 4]},
+    ),
     ("gemma4", '<|tool_call>call:f{a:{<|"|>b<|"|>:[1,true]}}<tool_call|>', {"a": {"b": [1, True]}}),
 ]
 
