@@ -344,7 +344,8 @@ class ChatBody(Sampling, Rendered, WithDocuments, ChatNoEffect):
         choice, names = self.tool_choice, [tool.function.name for tool in self.tools or ()]
         named = [choice] if isinstance(choice, NamedChoice) else []
         named += choice.allowed_tools.tools if isinstance(choice, AllowedChoice) else []
-        if unknown := next((one.function.name for one in named if one.function.name not in names), None):
+        unknown = next((one.function.name for one in named if one.function.name not in names), None)
+        if unknown is not None:
             text = f"tool_choice names {unknown[:160]!r}, which is none of the tools"
             raise ApiError(400, text, param="tool_choice", code="invalid_value")
         if choice == "required" and not names:

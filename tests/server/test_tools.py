@@ -259,6 +259,7 @@ ERRORS = [
     ({"tools": [{"type": "web_search"}]}, "tools", ""),
     ({"tools": [FIND] * 129}, "tools", "128"),
     ({"tool_choice": {"type": "function", "function": {"name": "lose"}}}, "tool_choice", "'lose', which is none of the tools"),
+    ({"tool_choice": {"type": "function", "function": {"name": ""}}}, "tool_choice", "'', which is none of the tools"),
     ({"tool_choice": {"type": "function"}}, "tool_choice", ""),
     ({"tool_choice": "always"}, "tool_choice", ""),
     ({"tool_choice": allowed("now", "lose")}, "tool_choice", "'lose', which is none of the tools"),
