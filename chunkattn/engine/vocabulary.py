@@ -14,7 +14,8 @@ from chunkattn.structured_outputs import PARAM
 
 _SPACE = "\u2581"
 """Mark of a space in the vocabularies of SentencePiece."""
-_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
+BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
+"""Name of a byte in the vocabularies of SentencePiece."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Vocabulary:
             raise RequestError(text, param=PARAM)
         bytes_of: Callable[[str], bytes] = partial(_piece, has_bytes="ByteFallback" in kinds)
         if "ByteLevel" in kinds:
-            bytes_of = partial(_byte_level, alphabet=_alphabet())
+            bytes_of = partial(_byte_level, alphabet=byte_alphabet())
         added = backend.get_added_tokens_decoder()
         texts = {number: text for text, number in backend.get_vocab(with_added_tokens=False).items()}
         size = min(rows, max((*texts, *added)) + 1)
@@ -74,7 +75,7 @@ def _kinds(part: Any) -> set[str]:
     return {str(part.get("type"))}.union(*map(_kinds, part.get("decoders", ())))
 
 
-def _alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """Return the byte that each character of a byte-level vocabulary stands for.
 
     Source: `bytes_to_unicode` of GPT-2's encoder.
@@ -97,6 +98,6 @@ def _piece(text: str, has_bytes: bool) -> bytes:
         text: text of the piece.
         has_bytes: whether a piece such as `<0x0A>` is a byte; otherwise it stands for its text.
     """
-    if has_bytes and (byte := _BYTE.fullmatch(text)):
+    if has_bytes and (byte := BYTE_PIECE.fullmatch(text)):
         return bytes([int(byte[1], 16)])
     return text.replace(_SPACE, " ").encode()

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from chunkattn.answer_parsers.tools import MAX_TOOLS
 from chunkattn.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS
 from chunkattn.schema.accepted import AN_OBJECT, ShallowObject, ShortText, no_effect, only
 from chunkattn.schema.base import FastList, Strict
@@ -14,7 +15,6 @@ from chunkattn.schema.decide import Kinds
 from chunkattn.schema.generation import MAX_MESSAGES
 from chunkattn.schema.messages_chat import messages_chat
 from chunkattn.schema.rendered import ReasoningEffort
-from chunkattn.schema.responses import MAX_TOOLS
 from chunkattn.schema.translated import Translated
 from chunkattn.web.errors import UNSUPPORTED_KIND
 
@@ -233,6 +233,10 @@ class MessagesBody(Translated):
     def _check_stops(self) -> Self:
         if self.stop_sequences and self.stop:
             raise ValueError("stop_sequences and stop name one argument; give one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _check_citations(self) -> Self:
         cited = {bool(block.citations and block.citations.enabled) for block in self.document_blocks}
         if len(cited) > 1 and self.citations is None:
             raise ValueError("citations must be enabled on all document blocks or on none")

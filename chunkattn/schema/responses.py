@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from chunkattn.answer_parsers.tools import MAX_TOOLS
 from chunkattn.schema.accepted import SharedNoEffect, ShortText, no_effect, only
 from chunkattn.schema.base import FastList, Strict
 from chunkattn.schema.decide import Kinds
@@ -16,8 +17,8 @@ from chunkattn.schema.rendered import ReasoningEffort
 from chunkattn.schema.responses_chat import responses_chat
 from chunkattn.schema.translated import Translated
 
-MAX_TOOLS, MAX_NAME = 128, 256
-"""OpenAI's limit on the tools of a request, and a limit on the characters of a tool's name."""
+MAX_NAME = 256
+"""Limit on the characters of a tool's name."""
 MAX_REPEATED = 1 << 16
 """Bytes of JSON up to which an answer repeats instructions, tools and the like; every event with a response repeats them."""
 _TEXT, _STATES = "a text of up to 1024 characters", "OpenAI's values"

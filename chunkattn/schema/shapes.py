@@ -53,9 +53,9 @@ def _of_format(value: Any) -> StructuredOutputsParams | None:
     if kind != "json_schema":
         return StructuredOutputsParams(json_object=True) if kind == "json_object" else None
     described = _names(given["json_schema"], _OF_SCHEMA, "json_schema")
-    for name, kind in (("name", str), ("description", str), ("strict", bool)):
-        if not isinstance(described.get(name, kind()), kind):
-            raise ValueError(f"{name} of json_schema must be {'a text' if kind is str else 'true or false'}")
+    for name, type_ in (("name", str), ("description", str), ("strict", bool)):
+        if not isinstance(described.get(name, type_()), type_):
+            raise ValueError(f"{name} of json_schema must be {'a text' if type_ is str else 'true or false'}")
     if not isinstance(described.get("schema"), Mapping):
         raise ValueError("json_schema needs schema, an object")
     return StructuredOutputsParams(json=described["schema"])

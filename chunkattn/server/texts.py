@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, replace
@@ -11,9 +10,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from chunkattn.calls.detokenizer import Detokenizer
+from chunkattn.engine.vocabulary import BYTE_PIECE, byte_alphabet
 from chunkattn.outputs import CompletionOutput, FocusOutput, Logprob, RequestOutput
 from chunkattn.web.errors import ApiError
 
@@ -24,8 +22,7 @@ Entry = dict[int, Logprob] | None
 """Log-probabilities of one token by token id."""
 
 _UNKNOWN = "\ufffd"
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_BYTE_OF = {letter: byte for byte, letter in bytes_to_unicode().items()}
+_BYTE_OF = byte_alphabet()
 
 
 class Offsets:
@@ -103,7 +100,7 @@ class TokenTexts:
         if self.tokenizer is None or _UNKNOWN not in text:
             return text.encode("utf-8", "replace")
         symbol = str(self.tokenizer.convert_ids_to_tokens(token))
-        if byte := _BYTE.fullmatch(symbol):  # SentencePiece's name of a byte
+        if byte := BYTE_PIECE.fullmatch(symbol):
             return bytes.fromhex(byte[1])
         if all(letter in _BYTE_OF for letter in symbol):  # byte-level BPE's letters
             return bytes(_BYTE_OF[letter] for letter in symbol)
@@ -111,7 +108,8 @@ class TokenTexts:
 
     def special_id(self, text: str) -> int | None:
         """Return the id of the special token that has a text, or None."""
-        return self._special_ids.get(text)
+        number, is_special = self._added.get(text, (None, False))
+        return number if is_special else None
 
     def count_through(self, token_ids: Sequence[int], marker: str) -> int:
         """Return the number of tokens up to the first occurrence of a marker and with it, or of all tokens without it.
@@ -120,20 +118,16 @@ class TokenTexts:
             token_ids: token ids of a text.
             marker: text, of one token or of several.
         """
-        number = self._added_ids.get(marker)
+        number, _ = self._added.get(marker, (None, False))
         if number is not None and number in token_ids:
             return token_ids.index(number) + 1
         return bisect_left(range(len(token_ids)), x=True, key=lambda size: marker in self.whole(token_ids[:size]))
 
     @cached_property
-    def _added_ids(self) -> dict[str, int]:
+    def _added(self) -> dict[str, tuple[int, bool]]:
+        """Return the id of each added token by its text, and whether the token is special."""
         added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
-        return {token.content: number for number, token in added.items()}
-
-    @cached_property
-    def _special_ids(self) -> dict[str, int]:
-        added = {} if self.tokenizer is None else self.tokenizer.added_tokens_decoder
-        return {token.content: number for number, token in added.items() if token.special}
+        return {token.content: (number, token.special) for number, token in added.items()}
 
     def whole(self, token_ids: Sequence[int]) -> str:
         """Return the text of a token sequence.
