@@ -4,15 +4,44 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from chunkattn.outputs import Citation, CitationSource
 from chunkattn.parsers.markers import MARKER, OPEN, Cited, name_of
 
-_MARKER = re.compile(rf"[ \t]*({MARKER})")
-_SPACES = re.compile(r"[ \t]*\Z")
-STATEMENT_END = re.compile(r"""(?:[.!?]["')\]]*\s+|[\u3002\uff01\uff1f\n]\s*)(?=\S)""")
-"""End of a sentence or line that another statement follows."""
+_MARKER = re.compile(MARKER)
+_SPACES = " \t"
+"""White space before a marker that belongs to it."""
+_GAP = re.compile(r"""(?P<end>[.!?]["')\]]*+(?=\s)|[\u3002\uff01\uff1f])\s*+|\s++""")
+"""End of a sentence, if any, and the whole run of white space behind it: a search passes each run once."""
+
+
+def statement_ends(text: str, begin: int) -> Iterator[int]:
+    """Yield the places where a statement follows the end of a sentence or line, in time linear in the text.
+
+    Args:
+        text: the text.
+        begin: place from which it is read.
+    """
+    for gap in _GAP.finditer(text, begin):
+        if gap.end() < len(text) and (gap["end"] or "\n" in gap[0]):
+            yield gap.end()
+
+
+def last_gap(text: str, begin: int) -> int:
+    """Return where the end of a text begins that further text may make the end of a statement.
+
+    Args:
+        text: the text.
+        begin: place from which it is read.
+    """
+    words = text[begin:].rstrip()
+    sentence = words.rstrip("\"')]")
+    if sentence.endswith((".", "!", "?")):
+        words = sentence[:-1]
+    elif words.endswith(("\u3002", "\uff01", "\uff1f")):
+        words = words[:-1]
+    return begin + len(words)
 
 
 class CitedText:
@@ -54,16 +83,17 @@ class CitedText:
         held = len(rest) - self._held(rest)
         place = 0
         for match in _MARKER.finditer(rest, 0, held if not ended else len(rest)):
-            if (number := self._numbers.get(match[1])) is None:
+            if (number := self._numbers.get(match[0])) is None:
                 continue
-            self._add(rest[place : match.start()])
-            self._cite(match[1], number)
+            before = rest[place : match.start()].rstrip(_SPACES)
+            self._add(before)
+            self._cite(match[0], number)
             if self._keep:
-                self.text += match[0]
+                self.text += rest[place + len(before) : match.end()]
                 self._after = len(self.text)
             place = match.end()
         end = held
-        if ended and not rest[held:].lstrip(" \t").startswith(OPEN):
+        if ended and not rest[held:].lstrip(_SPACES).startswith(OPEN):
             end = len(rest)
         self._add(rest[place:end])
         self._done += end
@@ -75,8 +105,7 @@ class CitedText:
         begin = rest.rfind(OPEN[0])
         if begin < 0 or not self._may_become_marker(rest[begin:]):
             begin = len(rest)
-        spaces = _SPACES.search(rest, 0, begin)
-        return len(rest) - (begin if spaces is None else spaces.start())
+        return len(rest) - len(rest[:begin].rstrip(_SPACES))
 
     def _may_become_marker(self, text: str) -> bool:
         place = bisect_left(self._sorted, text)
@@ -96,8 +125,8 @@ class CitedText:
                 self._open = Citation(last.start, last.end, last.text, (*last.sources, source))
             return
         begin, end = self._after, len(self.text)
-        for match in STATEMENT_END.finditer(self.text, begin):
-            begin = match.end()
+        for place in statement_ends(self.text, begin):
+            begin = place
         begin += len(self.text[begin:]) - len(self.text[begin:].lstrip())
         end = max(begin, len(self.text.rstrip()))
         if begin == end and self.citations:  # markers on a line of their own

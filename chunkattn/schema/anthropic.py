@@ -13,7 +13,7 @@ from chunkattn.schema.accepted import AN_OBJECT, ShallowObject, ShortText, no_ef
 from chunkattn.schema.base import FastList, Strict
 from chunkattn.schema.decide import Kinds
 from chunkattn.schema.generation import MAX_MESSAGES
-from chunkattn.schema.messages_chat import messages_chat
+from chunkattn.schema.messages_chat import joined_blocks, messages_chat
 from chunkattn.schema.rendered import ReasoningEffort
 from chunkattn.schema.translated import Translated
 from chunkattn.web.errors import UNSUPPORTED_KIND
@@ -66,10 +66,10 @@ class DocumentBlock(Strict):
 
     @property
     def text(self) -> str:
-        """Return the text of the source. Blocks follow each other without a separator, as in citations."""
+        """Return the text of the source, as the model sees it."""
         if isinstance(self.source, PlainSource):
             return self.source.data
-        return "".join(block.text for block in blocks) if isinstance(blocks := self.source.content, list) else blocks
+        return joined_blocks(block.text for block in blocks) if isinstance(blocks := self.source.content, list) else blocks
 
     @property
     def num_blocks(self) -> int | None:

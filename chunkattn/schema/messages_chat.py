@@ -108,12 +108,17 @@ def _document_blocks(messages: Iterable[Object]) -> list[Object]:
     return [block for content in contents if not isinstance(content, str) for block in content if block["type"] == "document"]
 
 
+def joined_blocks(texts: Iterable[str]) -> str:
+    """Return the text of a document that was given as content blocks: each is a line, for the model and in citations."""
+    return "\n".join(texts)
+
+
 def _document(block: Object) -> dict[str, Any]:
-    """Return the document of a chat: the context is a line between title and text, and content blocks are lines."""
+    """Return the document of a chat: the context is a line between title and text."""
     source = block["source"]
     text = source["data"] if source["type"] == "text" else source["content"]
     if not isinstance(text, str):
-        text = "\n".join(part["text"] for part in text)
+        text = joined_blocks(part["text"] for part in text)
     if context := block.get("context"):
         text = f"{context}\n{text}"
     return {"title": block.get("title"), "text": text}

@@ -44,6 +44,7 @@ class Chat(Answer):
         self._readers: dict[int, tuple[AnswerReader, ContentPlaces]] = {}
         self._ids: dict[tuple[int, int], str] = {}
         self._is_open = False
+        self._may_reason = False
         self._reasoned: dict[tuple[str, int], int] = {}
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         self.params = body.sampling(
@@ -93,7 +94,7 @@ class Chat(Answer):
         return job
 
     def _hold_to_form(self, prompt: ParsedPrompt) -> None:
-        """Note whether the answer begins inside the reasoning, and set the grammar of its calls.
+        """Note whether the answer begins inside the reasoning or may open it, and set the grammar of its calls.
 
         The shape that the request asks for holds behind the reasoning, and for answers without calls.
 
@@ -108,6 +109,7 @@ class Chat(Answer):
             self._is_open = reasoning.is_open(tail, continued)
             if not reasoning.is_over(tail, continued):
                 before = partial(reasoning.before, is_open=self._is_open)
+        self._may_reason = before is not None
         asked = self.params.structured_outputs
         if self._calls is None or self._tools is None or not (self._tools.is_enforced or asked is not None):
             if reasoning is not None and before is not None and asked is not None:
@@ -138,16 +140,19 @@ class Chat(Answer):
             raise RequestError(text, param="citations")
 
     def _around_cited(self, text: StructuredOutputsParams) -> StructuredOutputsParams:
-        """Return the shape of an answer whose text has a shape. Required citations stand behind reasoning that is open.
+        """Return the shape of an answer whose text has a shape. Required citations stand behind the reasoning.
+
+        Optional ones do where a marker of the reasoning is a special token, which the shape of a text does not hold.
 
         Args:
             text: shape of a text that cites.
         """
-        if self._reasoning is None or not self._is_open or self.citations is None or self.citations.mode != REQUIRED:
+        reasoning, special_id = self._reasoning, self.state.texts.special_id
+        if reasoning is None or not self._may_reason or self.citations is None:
             return text
-        return StructuredOutputsParams(
-            grammar=self._reasoning.before_shape(grammar_of(text), self.state.texts.special_id, is_open=True)
-        )
+        if self.citations.mode != REQUIRED and special_id(reasoning.start) is special_id(reasoning.end) is None:
+            return text
+        return StructuredOutputsParams(grammar=reasoning.before_shape(grammar_of(text), special_id, is_open=self._is_open))
 
     def usage(self, outputs: list[RequestOutput]) -> dict[str, object]:
         """Return the usage of the request, with the tokens of the reasoning in a model that marks it."""

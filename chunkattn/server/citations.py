@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 from chunkattn.answer_parsers.events import Content, Event
@@ -38,7 +39,7 @@ class ContentPlaces:
                 self._end = event.begin + len(event.text)
 
     def settled(self, citations: Sequence[Citation] | None, *, ended: bool) -> list[Citation]:
-        """Return the citations, those returned by no call before included, whose spans the content so far has.
+        """Return the citations, new and pending, whose spans are complete.
 
         Args:
             citations: further citations of the text.
@@ -110,7 +111,7 @@ Documents = Callable[[int], CitedDocument]
 
 
 def documents_of(given: Sequence[Any], stored: Mapping[int, DocumentRecord], texts: TokenTexts) -> Documents:
-    """Return the function from the number of a document to what citations show.
+    """Return the function from the number of a document to what citations show. It decodes each document once.
 
     Args:
         given: documents of a request.
@@ -118,6 +119,7 @@ def documents_of(given: Sequence[Any], stored: Mapping[int, DocumentRecord], tex
         texts: texts of token ids.
     """
 
+    @cache
     def document(number: int) -> CitedDocument:
         one = given[number]
         if (record := stored.get(number)) is not None:

@@ -6,15 +6,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from chunkattn.calls.cited_text import STATEMENT_END
+from chunkattn.calls.cited_text import last_gap, statement_ends
 from chunkattn.parsers.markers import MARKER
 
 _BEHIND_SPAN = re.compile(rf"(?:\s*{MARKER})*\s*")
 """Text behind a cited span that belongs to its block: white space, and markers that the answer keeps."""
 _KEPT = re.compile(MARKER)
 """Marker that the answer keeps: it belongs to the statement before it."""
-_MAY_END = re.compile(r"""(?:[.!?]["')\]]*|[\u3002\uff01\uff1f\n])\s*\Z""")
-"""End of a text that may become the end of a statement."""
 
 END = None
 Piece = str | Mapping[str, Any] | None
@@ -72,10 +70,9 @@ class StatementCutter:
             behind = _BEHIND_SPAN.match(self._text, self._cited)
             place = max(self._cited if behind is None else behind.end(), self._sent)
             return place if place < len(self._text) else None
-        while (found := STATEMENT_END.search(self._text, self._from)) is not None:
-            if _KEPT.match(self._text, found.end()) is None:
-                return max(found.end(), self._sent)
-            self._from = found.end()
-        begun = _MAY_END.search(self._text, self._from)
-        self._from = len(self._text) if begun is None else begun.start()
+        for place in statement_ends(self._text, self._from):
+            if _KEPT.match(self._text, place) is None:
+                return max(place, self._sent)
+            self._from = place
+        self._from = last_gap(self._text, self._from)
         return None

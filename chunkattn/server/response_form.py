@@ -200,7 +200,7 @@ class ResponseForm(Form):
 
 
 def _tokens_of(text: str, logprobs: Sequence[Mapping[str, Any]], *, has_more: bool) -> list[Mapping[str, Any]]:
-    """Return the log-probabilities of a text's tokens, without those before it, which may be of reasoning.
+    """Return the log-probabilities of the tokens of `text`, and drop those of earlier reasoning.
 
     Args:
         text: text of the answer.

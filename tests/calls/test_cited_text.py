@@ -1,13 +1,15 @@
 """Answers without their markers, and the citations in them, however the text arrives."""
 
 import random
+import re
 
 import pytest
 
 from chunkattn import Citation, Citations, CitationSource, Document
-from chunkattn.calls.cited_text import CitedText
+from chunkattn.calls.cited_text import CitedText, last_gap, statement_ends
 from chunkattn.layout import Names
 from chunkattn.parsers.markers import cited_documents
+from chunkattn.server.cited_blocks import StatementCutter
 
 DOCUMENTS = [Document("x", "a"), Document("y", "b c"), Document("z", "ab")]
 CITED = cited_documents(DOCUMENTS, Citations(), Names())
@@ -99,3 +101,28 @@ def test_a_stop_string_may_cut_what_was_read():
     made.read(f"Nila sings {A}. Rumi", ended=False)
     made.read("Nila", ended=True)
     assert (made.text, made.citations) == ("Nila", [])
+
+
+def test_long_runs_of_white_space_are_read_in_linear_time():
+    """Two million characters: a search that starts anew at every one does not end."""
+    size = 2_000_000
+    assert read(f"Nila{' ' * size}") == (f"Nila{' ' * size}", [])
+    text, (citation,) = read(f"Nila.{' ' * size}x {A}")
+    assert (len(text), citation.text) == (size + 6, "x")
+    assert [*statement_ends("\n" * size, 0)] == []
+    cutter = StatementCutter(0)
+    assert [piece for piece in cutter.take(f"Nila{chr(10) * size}") if piece is None] == []
+    assert [*cutter.take("x")][-2:] == [None, "x"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_statements_end_where_a_plain_search_finds_it(seed):
+    plain = re.compile(r"""(?:[.!?]["')\]]*\s+|[\u3002\uff01\uff1f\n]\s*)(?=\S)""")
+    rng = random.Random(seed)
+    for _ in range(200):
+        text = "".join(rng.choices([".", "!", '"', ")", " ", "\n", "\t", "\u3002", "x", "["], k=rng.randint(0, 14)))
+        begin = rng.randint(0, len(text))
+        assert [*statement_ends(text, begin)] == [found.end() for found in plain.finditer(text, begin)], text
+        more = text + "".join(rng.choices([" ", "\n", '"', "x"], k=3))
+        new = {found.end() for found in plain.finditer(more)} - {found.end() for found in plain.finditer(text)}
+        assert new <= {*statement_ends(more, last_gap(text, 0))}, (text, more)

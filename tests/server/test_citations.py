@@ -10,7 +10,7 @@ from chunkattn.answer_parsers.families import find_tool_parser
 from chunkattn.answer_parsers.reader import AnswerReader, Message
 from chunkattn.answer_parsers.reasoning import find_reasoning_parser
 from chunkattn.answer_parsers.tools import Tool, Tools
-from chunkattn.server.citations import ContentPlaces
+from chunkattn.server.citations import ContentPlaces, documents_of
 
 COMPLETION, CHAT, STORED = "/v1/completions", "/v1/chat/completions", "/v1/cache/documents"
 MODEL = "chunkattn-demo"
@@ -203,3 +203,16 @@ def test_a_citation_waits_for_its_text():
     places.add(reader.feed("s>"))
     assert places.settled(None, ended=False) == [second]
     assert places.settled([second], ended=True) == [second]
+
+
+def test_a_document_of_token_ids_is_decoded_once():
+    decoded = []
+
+    class Texts:
+        def whole(self, ids):
+            decoded.append(ids)
+            return "x"
+
+    documents = documents_of([[1, 2], [3]], {}, Texts())
+    assert [documents(number).text for number in (0, 1, 0, 0)] == ["x"] * 4
+    assert decoded == [[1, 2], [3]]

@@ -309,7 +309,7 @@ def test_document_blocks_are_documents_and_are_cited_as_anthropic_does(post, say
         "end_char_index": 11,
     }
     block = {"type": "content_block_location", "document_title": None, "file_id": None, "start_block_index": 0}
-    second = block | {"cited_text": "Rumi writes.", "document_index": 1, "end_block_index": 2}
+    second = block | {"cited_text": "Rumi \nwrites.", "document_index": 1, "end_block_index": 2}
     third = block | {"cited_text": "Lezudo likes honey.", "document_index": 2, "end_block_index": 1}
     told = [(one["text"], one["citations"]) for one in blocks]
     assert told == [
@@ -415,3 +415,24 @@ def test_required_citations_stand_behind_the_reasoning(post, says, writer, llm, 
     assert accepts("I think.\n</think>\n\nNila sings [doc:a].")
     assert not accepts("I think [doc:a].\n</think>\n\nNila sings.")
     assert not accepts("I think.\n</think>\n\nNila sings [doc:b].")
+
+
+def test_required_citations_stand_behind_reasoning_that_the_model_opens(post, says, writer, llm, demo):
+    says("<think>\nI read. \n</think>\n\nNila sings [doc:a]")
+    asked_for = {"documents": [{"id": "a", "text": "x"}], "citations": {"mode": "required", "within": 20, "instruction": ""}}
+    message = asked(post, CHAT, **asked_for).json()["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"]) == ("Nila sings", "I read.")
+    compiled = Grammars(llm.frontend.vocabulary).compile(writer.requests[-1].sampling.structured_outputs)
+
+    def accepts(text):
+        machine = compiled.deep_copy()
+        first, *ids = demo.tokenizer(f"\n{text}", add_special_tokens=False).input_ids  # no space before the text
+        while "\n" not in demo.tokenizer.decode([first]):
+            first, *ids = ids
+        return machine.try_consume_tokens(ids) == len(ids) and machine.is_accepting()
+
+    thoughts = "Far more than twenty characters of thought. " * 3
+    assert accepts(f"<think>{thoughts}</think>\n\nNila sings [doc:a].")
+    assert accepts("Nila sings [doc:a].")
+    assert not accepts(f"<think>{thoughts}</think>\n\nNila sings.")
+    assert not accepts(f"{thoughts}[doc:a]")
