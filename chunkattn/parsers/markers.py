@@ -66,12 +66,14 @@ class Cited:
         markers: marker of each document in the caller's order; None for an empty one, which cannot be cited.
         ids: id of each document; None for a document without one.
         around: function from the shape of the cited text to that of the whole answer; None for an answer that is all text.
+        not_first: character that an answer with required citations does not begin with: the first one of its reasoning's marker.
     """
 
     options: Citations
     markers: tuple[str | None, ...]
     ids: tuple[str | None, ...]
     around: Callable[[StructuredOutputsParams], StructuredOutputsParams] | None = None
+    not_first: str = ""
 
     @property
     def instruction(self) -> str:
@@ -99,7 +101,7 @@ class Cited:
         markers = [*self.numbers(shown)]
         if self.options.mode == REQUIRED and not markers:
             raise RequestError("citations are required, and the prompt has no document to cite", param="citations")
-        return answer_pattern(markers, self.options.within if self.options.mode == REQUIRED else None)
+        return answer_pattern(markers, self.options.within if self.options.mode == REQUIRED else None, self.not_first)
 
     def shape(self, shown: Iterable[int] | None = None) -> StructuredOutputsParams:
         """Return the shape of the answers that cite documents of the prompt alone; see `pattern`."""
@@ -140,7 +142,7 @@ def _reason(one: Document, other: Document) -> str:
     return "have equal contents and no ids" if same else "have markers that are equal by chance"
 
 
-def answer_pattern(markers: Sequence[str], within: int | None = None) -> str:
+def answer_pattern(markers: Sequence[str], within: int | None = None, not_first: str = "") -> str:
     """Return the regular expression of the answers whose markers are some of those given.
 
     It holds every text in which each `OPEN` begins one of the markers, and no other text. The pattern spells out the automaton
@@ -150,6 +152,7 @@ def answer_pattern(markers: Sequence[str], within: int | None = None) -> str:
         markers: markers of the documents.
         within: characters behind which the first marker follows the next word at the latest. Up to it the text then holds no
             other `[`. None needs no marker.
+        not_first: character that does not begin a text up to its first marker; empty for none.
     """
     first, *others = (re.escape(character) for character in OPEN)
     rest = ""
@@ -161,4 +164,7 @@ def answer_pattern(markers: Sequence[str], within: int | None = None) -> str:
     marker = any_of(sorted(markers))
     if within is None:
         return f"{free}(?:{marker}{free})*"
-    return rf"[^\[]{{0,{within}}}\w{{0,{_WORD_CHARS}}}[.!?]? ?(?:{marker}{free})+"
+    begin = rf"[^\[]{{0,{within}}}"
+    if not_first:
+        begin = rf"(?:[^\[{re.escape(not_first)}][^\[]{{0,{within - 1}}})?" if within else ""
+    return rf"{begin}\w{{0,{_WORD_CHARS}}}[.!?]? ?(?:{marker}{free})+"

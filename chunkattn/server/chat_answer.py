@@ -88,7 +88,8 @@ class Chat(Answer):
         frontend, parsed = self.state.llm.frontend, self.prompt()
         self._hold_to_form(parsed)
         if parsed.cited is not None:
-            parsed = replace(parsed, cited=replace(parsed.cited, around=self._around_cited))
+            opens = self._reasoning.start[0] if self._reasoning and self._may_reason and not self._is_open else ""
+            parsed = replace(parsed, cited=replace(parsed.cited, around=self._around_cited, not_first=opens))
         job = self.job_of(parsed, most_tokens=frontend.sampling_defaults.get("max_tokens"))
         self.check_generated(job, parsed)
         return job
