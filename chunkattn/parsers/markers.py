@@ -66,7 +66,7 @@ class Cited:
         markers: marker of each document in the caller's order; None for an empty one, which cannot be cited.
         ids: id of each document; None for a document without one.
         around: function from the shape of the cited text to that of the whole answer; None for an answer that is all text.
-        not_first: character that an answer with required citations does not begin with: the first one of its reasoning's marker.
+        not_first: character that does not begin an answer with required citations; empty for none.
     """
 
     options: Citations
