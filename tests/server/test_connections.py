@@ -274,7 +274,11 @@ def test_large_bodies_of_a_key_whose_clients_leave_them_behind_are_refused_by_th
         return answer.status
 
     def leave(port, data):
-        with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+        """Send data and hang up, before the server's loop can read: a body's end and the client's come together."""
+        with socket.socket() as client:
+            client.settimeout(20)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            client.connect(("127.0.0.1", port))
             client.sendall(data)
 
     async def case():
@@ -282,7 +286,7 @@ def test_large_bodies_of_a_key_whose_clients_leave_them_behind_are_refused_by_th
         async with listening(reading, ServerConfig(), keys=keys, shares=shares) as (port, _):
             whole, chunked = request("first", 300_000), request("first", 80_000, chunked=True)
             for data in (whole, whole, whole[:100_000], chunked[:-9]):
-                await asyncio.to_thread(leave, port, data)
+                leave(port, data)
             while len(ends) < 4:
                 await asyncio.sleep(0.01)
             assert [await status(port, "first", 80_000), await status(port, "first", 80_000, chunked=True)] == [429, 429]
