@@ -61,7 +61,8 @@ def grammar_of(shape: StructuredOutputsParams) -> str:
     if shape.regex is not None:
         return f"{_HEADER}start: /{regex_to_lark(shape.regex, use_ascii='')}/"
     if shape.choice is not None:
-        return f"{_HEADER}start: {' | '.join(json.dumps(text, ensure_ascii=False) for text in shape.choice)}"
+        texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in shape.choice)
+        return f"{_HEADER}start: TEXT\nTEXT: {texts}"  # one lexeme; as rules, the texts would be as many items
     schema: Any = {"type": "object"}
     if shape.json is not None:
         try:
