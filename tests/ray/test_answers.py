@@ -70,7 +70,8 @@ def test_an_answer_equals_that_of_a_bare_server(case, service, bare, request):
     if case == "chunks" or "cited" in case:  # other tests ask the bare server the same
         body = body | {"cache_salt": f"{case} {request.node.callspec.params['service']}"}
     answer = service.ask(path, body, **options)
-    assert ("cited" in case) == (b'"document_index"' in answer.body or b'"citations"' in answer.body)
+    if "cited" in case:
+        assert b'"document_index"' in answer.body or b'"citations"' in answer.body
     if case == "head of 70 kB" and "cluster" in request.node.callspec.id:  # HAProxy refuses it
         assert (answer.status, answer.json["error"]["code"]) == (400, "invalid_http")
     else:
